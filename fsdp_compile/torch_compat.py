@@ -1,0 +1,101 @@
+"""Every private torch API that the runtime touches, each with the reason; nothing else may import torch internals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def dtensor_from_local(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], size: torch.Size
+) -> DTensor:
+    """``DTensor.from_local`` without autograd and without its per-call checks, which cost more than a small kernel."""
+    from torch._prims_common import make_contiguous_strides_for
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(size, make_contiguous_strides_for(size), local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+
+
+def set_local_tensor(param: DTensor, local: torch.Tensor) -> None:
+    """Point a DTensor at other local data; there is no public way that keeps the parameter object."""
+    param._local_tensor = local
+
+
+def preserve_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """Writing gathered data is not a change of value: what autograd saved before a free stays valid."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+def resize_storage(tensor: torch.Tensor, nbytes: int) -> None:
+    """Free (0) or give back a tensor's memory while all its aliases keep pointing at it."""
+    storage = tensor.untyped_storage()
+    if storage.size() != nbytes:
+        storage.resize_(nbytes)
+
+
+def run_tensor_hooks(param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+    """Run ``param.register_hook`` hooks as autograd would; they are only listed in a private attribute."""
+    for hook in (param._backward_hooks or {}).values():  # type: ignore[attr-defined]
+        replaced = hook(grad)
+        grad = grad if replaced is None else replaced
+    return grad
+
+
+def run_post_accumulate_hooks(param: nn.Parameter) -> None:
+    """Run ``param.register_post_accumulate_grad_hook`` hooks; they are only listed in a private attribute."""
+    for hook in (param._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
+        hook(param)
+
+
+# -- autograd engine --------------------------------------------------------------------------------------------------
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running a node on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the running backward has finished."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+def all_gather_coalesced(
+    group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+) -> dist.Work:
+    """Gather each input into its own output in one work; the public coalescing manager hides the work handle."""
+    return group.allgather_into_tensor_coalesced(outputs, inputs)
+
+
+# -- Dynamo -----------------------------------------------------------------------------------------------------------
+
+
+@torch._dynamo.assume_constant_result  # runs while tracing; its result is a constant of the graph
+def trace_token() -> str:
+    """Names the graph that Dynamo is tracing now: equal tokens mean the same graph."""
+    from torch._guards import CompileContext
+
+    compile_id = CompileContext.current_compile_id()
+    return f"{compile_id.frame_id}/{compile_id.frame_compile_id}" if compile_id else ""
+
+
+def current_compiler_fn() -> Any:
+    """The backend that will receive the graph that Dynamo is tracing now, or ``None``."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tx = InstructionTranslator.current_tx()
+    return tx.output.compiler_fn if tx else None
