@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,11 +29,6 @@ def dtensor_from_local(
 def set_local_tensor(param: DTensor, local: torch.Tensor) -> None:
     """Point a DTensor at other local data; there is no public way that keeps the parameter object."""
     param._local_tensor = local
-
-
-def preserve_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-    """Writing gathered data is not a change of value: what autograd saved before a free stays valid."""
-    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def resize_storage(tensor: torch.Tensor, nbytes: int) -> None:
@@ -83,10 +77,12 @@ def all_gather_coalesced(
 
 # -- Dynamo -----------------------------------------------------------------------------------------------------------
 
+# Dynamo calls a function marked so while it traces and takes the result as a constant of the graph, without a guard.
+constant_while_tracing = torch._dynamo.assume_constant_result
 
-@torch._dynamo.assume_constant_result  # runs while tracing; its result is a constant of the graph
-def trace_token() -> str:
-    """Names the graph that Dynamo is tracing now: equal tokens mean the same graph."""
+
+def current_frame_id() -> str:
+    """The frame and the attempt at it that Dynamo is compiling now; empty when it compiles none."""
     from torch._guards import CompileContext
 
     compile_id = CompileContext.current_compile_id()

@@ -1,0 +1,304 @@
+"""One sharded parameter: its tensors and the legal moves between its states.
+
+Terms (after torch's FSDP2 notes):
+
+- *original parameter*: the ``nn.Parameter`` on the module when ``fully_shard`` was applied;
+- *sharded parameter*: this rank's chunk of it, a ``DTensor``; the only one an optimizer or a state dict ever sees;
+- *sharded data*: the chunk padded to equal length on all ranks, contiguous; the sharded parameter is a view of it;
+- *all-gather input*: the sharded data, cast to the compute dtype;
+- *all-gather output*: the inputs of all ranks one after the other, so the original rows with padding only at the end;
+- *unsharded parameter*: the all-gather output without the padding; an autograd leaf that compute reads.
+
+        SHARDED ──unshard──> UNSHARDED ──reshard──> SHARDED
+
+The eager executor builds the unsharded parameter once and afterwards only resizes its storage to zero and back, so
+that references which autograd saved stay valid. The traced executor makes a new tensor in each graph instead: there,
+`unshard_traced` and `reshard_traced` put it into the modules and take it out again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from enum import Enum, auto
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from . import torch_compat
+from .collectives import UnshardFunction, tagged
+from .mesh_info import DataParallelMeshInfo
+from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+
+class ShardedState(Enum):
+    """Where a parameter's data is.
+
+    - ``SHARDED``: only the shard holds data.
+    - ``SHARDED_POST_FORWARD``: the shard, and a slice over a smaller group of ranks for the gather of the backward.
+    - ``UNSHARDED``: the shard and the whole unsharded parameter hold data.
+    """
+
+    SHARDED = auto()
+    SHARDED_POST_FORWARD = auto()
+    UNSHARDED = auto()
+
+
+class FSDPParam:
+    """One parameter, sharded on dim 0 over the shard ranks of a mesh.
+
+    Args:
+        param: the original parameter, on ``device`` (or on the meta device), contiguous, at least 1-D.
+        owners: each (module, attribute name) under which the parameter is registered; more than one if it is shared.
+        mesh_info: which ranks shard.
+        device: where compute happens.
+        mp_policy: dtypes of gather and reduction.
+        offload_policy: where the shard lives.
+    """
+
+    def __init__(
+        self,
+        param: nn.Parameter,
+        owners: list[tuple[nn.Module, str]],
+        mesh_info: DataParallelMeshInfo,
+        device: torch.device,
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+    ) -> None:
+        self.owners = owners
+        self.mesh_info = mesh_info
+        self.device = device
+        self.mp_policy = mp_policy
+        self.shard_device = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
+        self.name = owners[0][1]  # lengthened to the name from the root when a root adopts this parameter
+        self.tag = ""  # what graph nodes made for this parameter carry; set with the name
+        self.sharded_state = ShardedState.SHARDED
+        self.accumulated_grad: torch.Tensor | None = None  # unsharded, in reduce_dtype; from backwards without sync
+        self._all_gather_output: torch.Tensor | None = None
+        self._unsharded_param: nn.Parameter | None = None
+        self._gathered_version = -1  # version of the sharded data that the unsharded data was gathered from
+        self._shard(param)
+
+    # -- shapes and dtypes --------------------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh_info.shard_mesh_size
+
+    @property
+    def padded_sharded_size(self) -> torch.Size:
+        """Size of the sharded data: dim 0 rounded up so that it is equal on all ranks."""
+        rows, *rest = self.orig_size
+        return torch.Size([-(-rows // self.world_size), *rest])
+
+    @property
+    def sharded_size(self) -> torch.Size:
+        """Size of this rank's sharded parameter; dim 0 may be shorter than the padded size, or 0."""
+        padded_rows, *rest = self.padded_sharded_size
+        left = self.orig_size[0] - padded_rows * self.mesh_info.shard_mesh_rank
+        return torch.Size([min(max(left, 0), padded_rows), *rest])
+
+    @property
+    def padded_sharded_numel(self) -> int:
+        return math.prod(self.padded_sharded_size)
+
+    @property
+    def orig_dtype(self) -> torch.dtype:
+        return self.sharded_param.dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the all-gather and of the unsharded parameter."""
+        wanted = self.mp_policy.param_dtype
+        return wanted if wanted is not None and self.orig_dtype.is_floating_point else self.orig_dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Dtype of the gradient's reduction. A property of (parameter, policy): it does not depend on who trains."""
+        return self.mp_policy.reduce_dtype or self.compute_dtype
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Placements of the sharded parameter on its mesh."""
+        kinds: list[Placement] = [Replicate()] * self.mesh_info.mesh.ndim
+        if self.mesh_info.shard_mesh_dim is not None:
+            kinds[self.mesh_info.shard_mesh_dim] = Shard(0)
+        return tuple(kinds)
+
+    # -- the sharded parameter ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _shard(self, param: nn.Parameter) -> None:
+        self.orig_size = param.size()
+        data = param.new_zeros(self.padded_sharded_size, device="meta" if param.is_meta else self.shard_device)
+        rows = self.sharded_size[0]
+        start = self.padded_sharded_size[0] * self.mesh_info.shard_mesh_rank
+        if rows and not param.is_meta:
+            data.narrow(0, 0, rows).copy_(param.narrow(0, start, rows))
+        self._sharded_data = data
+        self.sharded_param = nn.Parameter(self.to_dtensor(data.narrow(0, 0, rows)), requires_grad=param.requires_grad)
+        self.register(self.sharded_param)
+
+    def to_dtensor(self, local: torch.Tensor) -> DTensor:
+        """Wrap a tensor of size ``sharded_size`` as a shard of the whole parameter."""
+        return torch_compat.dtensor_from_local(local, self.mesh_info.mesh, self.placements, self.orig_size)
+
+    def refresh_sharded_param(self) -> None:
+        """Follow changes that others made to the registered sharded parameter, and pad its data again if needed.
+
+        ``module.to(...)``, ``to_empty`` and ``load_state_dict(assign=True)`` replace the parameter or its storage.
+        """
+        module, attribute = self.owners[0]
+        registered = module._parameters[attribute]
+        if registered is self._unsharded_param:
+            return
+        if not isinstance(registered, DTensor):
+            raise RuntimeError(
+                f"Parameter {self.name} was replaced by a {type(registered).__name__}; a module under fully_shard "
+                "takes DTensor parameters only, for example from distribute_tensor or a sharded state dict."
+            )
+        self.sharded_param = registered
+        local = registered.to_local() if not torch.is_grad_enabled() else registered.detach().to_local()
+        if local.is_meta or self._shares_storage(local):
+            return
+        if local.size() == self.padded_sharded_size and local.is_contiguous():
+            self._sharded_data = local
+            return
+        data = local.new_zeros(self.padded_sharded_size)
+        rows = local.size(0)
+        data.narrow(0, 0, rows).copy_(local)
+        self._sharded_data = data
+        torch_compat.set_local_tensor(registered, data.narrow(0, 0, rows))
+
+    def _shares_storage(self, local: torch.Tensor) -> bool:
+        mine, theirs = self._sharded_data, local
+        same_kind = mine.device == theirs.device and mine.dtype == theirs.dtype
+        return same_kind and mine.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr() != 0
+
+    def register(self, tensor: torch.Tensor) -> None:
+        """Make ``tensor`` the parameter that every owning module sees."""
+        for module, attribute in self.owners:
+            module._parameters[attribute] = tensor  # type: ignore[assignment]
+
+    # -- eager executor -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the sharded data was written after the unsharded data was gathered from it."""
+        return self._gathered_version != self._sharded_data._version
+
+    def all_gather_input(self) -> torch.Tensor:
+        """The sharded data in the compute dtype on the compute device, of size ``padded_sharded_size``."""
+        return self._sharded_data.detach().to(device=self.device, dtype=self.compute_dtype, non_blocking=True)
+
+    def alloc_all_gather_output(self) -> torch.Tensor:
+        """The all-gather output with room for data, of size ``(world_size * padded rows, ...)``."""
+        output = self._all_gather_output
+        if output is None or output.dtype != self.compute_dtype or output.device != self.device:
+            rows, *rest = self.padded_sharded_size
+            with torch.inference_mode(False):  # an inference tensor could never take part in training later
+                output = torch.empty(rows * self.world_size, *rest, dtype=self.compute_dtype, device=self.device)
+                self._unsharded_param = nn.Parameter(output.narrow(0, 0, self.orig_size[0]), requires_grad=False)
+            self._all_gather_output = output
+        else:
+            torch_compat.resize_storage(output, output.numel() * output.itemsize)
+        self._gathered_version = self._sharded_data._version
+        return output
+
+    @property
+    def unsharded_param(self) -> nn.Parameter:
+        """The leaf that compute reads; it holds data only in state ``UNSHARDED``."""
+        if self._unsharded_param is None:
+            raise RuntimeError(f"Parameter {self.name} has never been unsharded.")
+        return self._unsharded_param
+
+    def to_unsharded(self) -> None:
+        """The all-gather output holds data: hand it to the modules."""
+        unsharded = self.unsharded_param
+        if unsharded.requires_grad != self.sharded_param.requires_grad:
+            unsharded.requires_grad_(self.sharded_param.requires_grad)
+        self.register(unsharded)
+        self.sharded_state = ShardedState.UNSHARDED
+
+    def to_sharded(self) -> None:
+        """Hand the sharded parameter back to the modules and free the unsharded data."""
+        self.register(self.sharded_param)
+        if self._all_gather_output is not None:
+            torch_compat.resize_storage(self._all_gather_output, 0)
+        self.sharded_state = ShardedState.SHARDED
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def take_unsharded_grad(self) -> torch.Tensor | None:
+        """Remove and return the whole gradient, accumulated micro-batches included; ``None`` if there is none."""
+        grad, accumulated = None, self.accumulated_grad
+        if self._unsharded_param is not None:
+            grad, self._unsharded_param.grad = self._unsharded_param.grad, None
+        self.accumulated_grad = None
+        if accumulated is None or grad is None:
+            return grad if accumulated is None else accumulated
+        return accumulated.add_(grad)
+
+    def keep_unsharded_grad(self) -> None:
+        """Set the whole gradient aside in the reduce dtype, for a later backward to reduce."""
+        grad = self.take_unsharded_grad()
+        if grad is not None:
+            self.accumulated_grad = grad.to(self.reduce_dtype)
+
+    def accumulate_sharded_grad(self, reduced: torch.Tensor) -> None:
+        """Add this rank's reduced gradient (``padded_sharded_numel`` elements) to ``sharded_param.grad``.
+
+        Hooks on the sharded parameter run as autograd would run them: tensor hooks on the reduced gradient, then
+        accumulation, then the post-accumulate hooks.
+        """
+        local = reduced.view(self.padded_sharded_size).narrow(0, 0, self.sharded_size[0])
+        local = local.to(device=self._sharded_data.device, dtype=self.orig_dtype)
+        grad = torch_compat.run_tensor_hooks(self.sharded_param, self.to_dtensor(local))
+        if self.sharded_param.grad is None:
+            self.sharded_param.grad = grad
+        else:
+            self.sharded_param.grad.add_(grad)
+        torch_compat.run_post_accumulate_hooks(self.sharded_param)
+
+    # -- traced executor ----------------------------------------------------------------------------------------------
+
+    def unshard_traced(self) -> torch.Tensor:
+        """Emit the all-gather into the graph being traced and give its result to the modules."""
+        with tagged(self.tag):
+            full = UnshardFunction.apply(
+                self.sharded_param.to_local(),
+                self.orig_size[0],
+                self.padded_sharded_size[0],
+                self.sharded_size[0],
+                self.compute_dtype,
+                self.reduce_dtype,
+                self.world_size,
+                self.mesh_info.shard_process_group.group_name,
+            )
+        self.register(full)
+        return full
+
+    def reshard_traced(self, full: torch.Tensor, free: bool) -> None:
+        """Give the sharded parameter back to the modules; with ``free``, record that ``full`` holds no data now."""
+        self.register(self.sharded_param)
+        if free:
+            with tagged(self.tag):
+                full.untyped_storage().resize_(0)
+
+    def __repr__(self) -> str:
+        return f"FSDPParam({self.name}, {tuple(self.orig_size)}, {self.sharded_state.name})"
+
+
+def shared_owners(modules: list[nn.Module], params: list[nn.Parameter]) -> Iterator[list[tuple[nn.Module, str]]]:
+    """For each of ``params``, every (module, name) under ``modules`` that holds it, in order of traversal."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {param: [] for param in params}
+    seen: dict[nn.Module, None] = {}
+    for root in modules:
+        for module in root.modules():
+            seen.setdefault(module)
+    for module in seen:
+        for name, param in module._parameters.items():
+            if param in owners:
+                owners[param].append((module, name))
+    return iter(owners.values())

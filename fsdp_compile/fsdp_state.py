@@ -1,0 +1,258 @@
+"""When parameters move: before and after a module's forward, before and after its backward.
+
+        forward of a module          backward of a module
+        ───────────────────          ────────────────────
+        pre_forward                  pre_backward     (gradient of an output arrives)
+          cast inputs, unshard         unshard; start the unshard of the module that ran before it
+        forward                      backward
+        post_forward                 post_backward    (gradients of all inputs are done)
+          reshard, cast outputs        reshard, reduce-scatter
+
+Under ``torch.compile`` only the left column is traced. Its gathers carry their own backward, and a pass on the graph
+does what ``pre_backward`` does here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum, auto
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from . import torch_compat
+from .collectives import Reduction
+from .fsdp_param_group import FSDPParamGroup
+from .nested import cast_floating_point, map_tensors, tensors_requiring_grad
+from .policies import MixedPrecisionPolicy
+
+
+class TrainingState(Enum):
+    """Where a module is in its iteration; eager executor only."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
+
+
+class FSDPContext:
+    """What the states of one tree share. ``states`` are in the order of the tree's modules, the root first."""
+
+    def __init__(self, root: FSDPState) -> None:
+        self.root = root
+        self.states = [root]
+        self.forward_root: FSDPState | None = None
+        # One entry a forward, consumed from its end by the backward; bounded, as a forward may have no backward.
+        self.forward_order: deque[FSDPState] = deque(maxlen=4096)
+        self.reductions: deque[Reduction] = deque()
+        self.is_last_backward = True
+        self.callback_queued = False
+
+    def finish_reductions(self) -> None:
+        while self.reductions:
+            self.reductions.popleft().finish()
+
+
+class FSDPState:
+    """The state of the module, or modules, of one ``fully_shard`` call.
+
+    Attributes:
+        modules: forward of any of them unshards the groups; they reshard when all have run.
+        groups: the parameters, one group a mesh.
+        reshard_after_forward: ``None`` means what is best for most: reshard, except at the root.
+    """
+
+    def __init__(
+        self, modules: list[nn.Module], mp_policy: MixedPrecisionPolicy, reshard_after_forward: bool | None
+    ) -> None:
+        self.modules = modules
+        self.mp_policy = mp_policy
+        self.reshard_after_forward = reshard_after_forward
+        self.groups: list[FSDPParamGroup] = []
+        self.context = FSDPContext(self)
+        self.training_state = TrainingState.IDLE
+        self._not_run: list[nn.Module] = []  # of `modules`, in the forward pass under way
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        if self.reshard_after_forward is None:
+            return self.context.root is not self
+        return self.reshard_after_forward
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        args, kwargs = self._cast_inputs(args, kwargs)
+        if torch.compiler.is_compiling():
+            self._unshard_traced()
+            return args, kwargs
+        if self.training_state is TrainingState.PRE_BACKWARD:  # activation checkpointing recomputes this forward
+            self._unshard()
+            return args, kwargs
+        first = self._enter_forward()
+        self._unshard()
+        return self._watch_inputs(args, kwargs) if first else (args, kwargs)
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        if torch.compiler.is_compiling() or any(group.is_traced for group in self.groups):
+            self._reshard_traced()
+        elif self.training_state is not TrainingState.PRE_BACKWARD and self._leave_forward(module):
+            if not torch_compat.in_backward():
+                self._reshard_after_forward()
+                if torch.is_grad_enabled():
+                    self.context.forward_order.append(self)
+            self._watch_outputs(output)
+            self.training_state = TrainingState.IDLE
+            if self.context.forward_root is self:
+                self.context.forward_root = None
+        return self._cast_output(output)
+
+    def _enter_forward(self) -> bool:
+        """Whether this call begins a pass through the modules of this state."""
+        if self.context.forward_root is None:
+            self.context.forward_root = self
+        first = self.training_state is not TrainingState.FORWARD
+        if first:
+            self._not_run = list(self.modules)
+        self.training_state = TrainingState.FORWARD
+        return first
+
+    def _leave_forward(self, module: nn.Module) -> bool:
+        """Whether all modules of this state have now run."""
+        self._not_run = [other for other in self._not_run if other is not module]
+        return not self._not_run
+
+    def _unshard(self) -> None:
+        for group in self.groups:
+            group.unshard()
+        for group in self.groups:
+            group.wait_for_unshard()
+
+    def _reshard_after_forward(self) -> None:
+        no_backward_follows = not torch.is_grad_enabled()
+        for group in self.groups:
+            if self.reshards_after_forward or no_backward_follows:
+                group.reshard()
+            else:
+                group.hide_unsharded()
+
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        dtype = self.mp_policy.param_dtype
+        if dtype is None or not self.mp_policy.cast_forward_inputs:
+            return args, kwargs
+        return cast_floating_point(dtype, args), cast_floating_point(dtype, kwargs)
+
+    def _cast_output(self, output: Any) -> Any:
+        dtype = self.mp_policy.output_dtype
+        return output if dtype is None else cast_floating_point(dtype, output)
+
+    # -- forward, traced ----------------------------------------------------------------------------------------------
+
+    def _unshard_traced(self) -> None:
+        for group in self.groups:
+            group.unshard_traced()
+
+    def _reshard_traced(self) -> None:
+        free = self.reshards_after_forward or not torch.is_grad_enabled()
+        for group in self.groups:
+            group.reshard_traced(free)
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Have ``post_backward`` run once the gradients of all inputs are done.
+
+        Each input is replaced by an alias: the alias has no uses outside the module, and unlike the result of a
+        custom autograd function it may be modified in place.
+        """
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        aliases: list[torch.Tensor] = []
+
+        def alias(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            aliases.append(tensor.view_as(tensor))
+            return aliases[-1]
+
+        args, kwargs = map_tensors(alias, args), map_tensors(alias, kwargs)
+        if len(aliases) == 1:
+            aliases[0].register_hook(lambda _: self.post_backward())
+        elif aliases:
+            torch.autograd.graph.register_multi_grad_hook(aliases, lambda _: self.post_backward())
+        return args, kwargs
+
+    def _watch_outputs(self, output: Any) -> None:
+        """Have ``pre_backward`` run before any gradient flows into the module."""
+        if not torch.is_grad_enabled():
+            return
+        for tensor in tensors_requiring_grad(output):
+            tensor.register_hook(self._pre_backward_hook)
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                # If the user modifies this view in place, autograd routes around the hook above but not around this.
+                base.grad_fn.register_prehook(self._pre_backward_hook)
+
+    def _pre_backward_hook(self, *_: Any) -> None:
+        self.pre_backward()
+
+    def pre_backward(self) -> None:
+        if self.training_state is TrainingState.PRE_BACKWARD:
+            return
+        self.training_state = TrainingState.PRE_BACKWARD
+        self._queue_final_callback()
+        self._unshard()
+        self._prefetch_backward()
+
+    def _prefetch_backward(self) -> None:
+        """Start the gather for the module that ran before this one, to overlap with this one's backward."""
+        order = self.context.forward_order
+        while order and order.pop() is not self:
+            pass
+        if order:
+            for group in order[-1].groups:
+                group.unshard()
+
+    def post_backward(self) -> None:
+        self.training_state = TrainingState.POST_BACKWARD
+        for group in self.groups:
+            launched = group.reduce()
+            if launched:
+                self.context.finish_reductions()  # so that one reduction's buffers are in flight, not all
+            self.context.reductions.extend(launched)
+
+    def _queue_final_callback(self) -> None:
+        if not self.context.callback_queued:
+            self.context.callback_queued = True
+            torch_compat.after_backward(self._finish_backward)
+
+    def _finish_backward(self) -> None:
+        """Runs after the whole backward: do what no gradient hook did, and leave nothing behind."""
+        context = self.context
+        for state in reversed(context.states):
+            if state.training_state is not TrainingState.POST_BACKWARD:
+                state.post_backward()  # its inputs required no gradient
+            state.training_state = TrainingState.IDLE
+            state._not_run = []
+        context.finish_reductions()
+        if context.is_last_backward:
+            context.forward_order.clear()
+        context.callback_queued = False
+
+    def reset(self) -> None:
+        """Forget an iteration that failed half way: see ``FSDPModule.reset_iter_state``."""
+        context = self.context
+        while context.reductions:
+            reduction = context.reductions.popleft()
+            if reduction.work is not None:
+                reduction.work.wait()
+        for state in context.states:
+            state.training_state = TrainingState.IDLE
+            state._not_run = []
+            for group in state.groups:
+                group.drop_iteration()
+        context.forward_root = None
+        context.forward_order.clear()
+        context.callback_queued = False

@@ -1,0 +1,369 @@
+"""``fully_shard`` and what it adds to a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn, overload
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .fsdp_param_group import FSDPParamGroup
+from .fsdp_state import FSDPState
+from .mesh_info import default_mesh, device_of, mesh_info_of
+from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+_fsdp_classes: dict[type[nn.Module], type[nn.Module]] = {}  # one for each module class, so that the compiler's guards,
+# which are on classes, hold for all layers of a model
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(  # type: ignore[misc]
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen, and torch's own default
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Shard the parameters of ``module`` over data-parallel ranks, in place; same call as torch's ``fully_shard``.
+
+    Call it bottom-up: each call makes one group of the parameters that no earlier call on a submodule took. A group is
+    all-gathered together before the module's forward and its gradients are reduce-scattered together after its
+    backward. The same transitions run eagerly or, under ``torch.compile``, become nodes of the graph.
+
+    Args:
+        module: module to shard, or a list of modules that make one group: it is unsharded when the first of them runs
+            and resharded when all have run.
+        mesh: 1-D device mesh of the ranks to shard over; default: all ranks.
+        reshard_after_forward: ``True`` frees the unsharded parameters after forward and gathers them again in
+            backward, ``False`` keeps them, ``None`` means ``True`` except for the root, which backward needs first.
+        mp_policy: dtypes of the gather, of the reduction and of inputs and outputs.
+        offload_policy: where shards live.
+        ignored_params: parameters to leave alone: not sharded, not moved, their gradients not reduced.
+
+    Returns:
+        ``module`` itself, now also an :class:`FSDPModule`; its parameters are ``DTensor`` shards.
+
+    Raises:
+        ValueError: bad mesh, a module without ``forward``, a module already sharded, a scalar or non-contiguous
+            parameter; the message names it. The model is left as it was.
+        NotImplementedError: an argument of torch's that has no implementation here yet.
+    """
+    modules = [module] if isinstance(module, nn.Module) else _without_descendants(module)
+    _check_arguments(modules, reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
+    mesh_info = mesh_info_of(mesh or default_mesh())
+    if mesh_info.replicate_mesh_dim is not None:
+        raise NotImplementedError(f"fully_shard over a 2D mesh has no implementation here yet; got {mesh}")
+    device = device_of(mesh_info.mesh)
+    params, buffers = _managed_tensors(modules, ignored_params or set())
+    for param, name in params.items():
+        _check_parameter(name, param)
+    _move_to_device([*params, *buffers], device)
+    assert reshard_after_forward is None or isinstance(reshard_after_forward, bool)
+    state = FSDPState(modules, mp_policy, reshard_after_forward)
+    if params:
+        group = FSDPParamGroup(list(params), modules, mesh_info, device, mp_policy, offload_policy)
+        state.groups.append(group)
+    for each in modules:
+        _become_fsdp_module(each, state)
+    _adopt_descendants(state)
+    return module
+
+
+class FSDPModule:
+    """What ``fully_shard`` adds to a module: sharding around its call, and the methods below.
+
+    ``fully_shard`` changes a module's class to a subclass of this one and of its own class.
+    """
+
+    _fsdp_state: FSDPState
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a module of the original class: code such as ``type(self)(...)`` in a container means a plain one."""
+        original = cls.__mro__[2]
+        instance = original.__new__(original)
+        instance.__init__(*args, **kwargs)
+        return instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Not hooks: torch.compile would run the root's hooks outside of its graph.
+        state = self._fsdp_state
+        args, kwargs = state.pre_forward(self, args, kwargs)  # type: ignore[arg-type]
+        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return state.post_forward(self, output)  # type: ignore[arg-type]
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's parameters (not its FSDP submodules') and hand them to the module.
+
+        Args:
+            async_op: only start the all-gather; call ``wait`` on the returned handle before using the parameters.
+        """
+        handle = UnshardHandle(self._fsdp_state)
+        for group in self._fsdp_state.groups:
+            group.unshard()
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's unsharded parameters (not its FSDP submodules')."""
+        for group in self._fsdp_state.groups:
+            group.reshard()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients; if not, they accumulate unsharded in the reduce dtype."""
+        for state in self._states(recurse):
+            for group in state.groups:
+                group.reduce_grads = requires_gradient_sync
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether backward frees the unsharded parameters; keeping them spares the next forward's gather."""
+        for state in self._states(recurse):
+            for group in state.groups:
+                group.reshard_after_backward = reshard_after_backward
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether forward frees the unsharded parameters."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward).__name__}")
+        for state in self._states(recurse):
+            state.reshard_after_forward = reshard_after_forward
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last of this iteration."""
+        self._fsdp_state.context.is_last_backward = is_last_backward
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: forget the iteration, so that the next one starts clean.
+
+        Raises:
+            RuntimeError: this is not the root.
+        """
+        if self._fsdp_state.context.root is not self._fsdp_state:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        self._fsdp_state.reset()
+
+    def _states(self, recurse: bool) -> Iterator[FSDPState]:
+        yield from _states_under([self] if not recurse else self.modules())  # type: ignore[attr-defined, list-item]
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        # `.to(...)`, `to_empty` and friends must see sharded parameters, and give their data new storage.
+        states = list(self._states(recurse=True))
+        _reshard(states)
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        _refresh(states)
+        return result
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise RuntimeError(
+            "A module under fully_shard cannot be deep-copied: its parameters are tied to process groups. "
+            "Build a second model and load this one's state dict into it."
+        )
+
+
+class UnshardHandle:
+    """A gather started by :meth:`FSDPModule.unshard`."""
+
+    def __init__(self, state: FSDPState) -> None:
+        self._state = state
+
+    def wait(self) -> None:
+        """Wait for the gather and hand the unsharded parameters to the module."""
+        for group in self._state.groups:
+            group.wait_for_unshard()
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make calls of ``module.method_name`` unshard and reshard like calls of ``module`` itself.
+
+    Does nothing if ``module`` is not an :class:`FSDPModule`.
+
+    Raises:
+        ValueError: ``module`` has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+    original = getattr(module, method_name).__func__
+
+    def with_transitions(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: FSDPState = self._fsdp_state  # type: ignore[assignment]
+        args, kwargs = state.pre_forward(self, args, kwargs)
+        return state.post_forward(self, original(self, *args, **kwargs))
+
+    setattr(module, method_name, with_transitions.__get__(module))
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _check_arguments(
+    modules: list[nn.Module],
+    reshard_after_forward: bool | int | None,
+    shard_placement_fn: Any,
+    offload_policy: OffloadPolicy,
+    dp_mesh_dims: Any,
+) -> None:
+    if not modules:
+        raise ValueError("fully_shard got an empty list of modules")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"fully_shard expects a module or a list of modules, not {type(module).__name__}")
+        if isinstance(module, FSDPModule):
+            raise ValueError(f"fully_shard was already applied to this module: {type(module).__name__}")
+        if type(module).forward is nn.Module.forward:
+            raise ValueError(f"fully_shard does not support containers without a forward: {type(module).__name__}")
+    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+        raise NotImplementedError("reshard_after_forward as an int has no implementation here yet; use True or False")
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise ValueError(f"reshard_after_forward should be a bool, an int or None, not {reshard_after_forward!r}")
+    for name, value in (("shard_placement_fn", shard_placement_fn), ("dp_mesh_dims", dp_mesh_dims)):
+        if value is not None:
+            raise NotImplementedError(f"fully_shard({name}=...) has no implementation here yet")
+    if isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory:
+        raise NotImplementedError("CPUOffloadPolicy(pin_memory=True) has no implementation here yet")
+
+
+def _check_parameter(name: str, param: nn.Parameter) -> None:
+    if isinstance(param, DTensor):
+        raise NotImplementedError(f"Parameter {name} is a DTensor; sharding it further has no implementation here yet")
+    if param.dim() == 0:
+        raise ValueError(f"fully_shard cannot shard the scalar parameter {name}; make it 1D with one element")
+    if not param.is_contiguous():
+        raise ValueError(
+            f"fully_shard needs contiguous parameters, but {name} has size {tuple(param.size())} "
+            f"and stride {param.stride()}"
+        )
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+def _without_descendants(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """``modules`` without duplicates and without those that lie below another of them."""
+    unique = list(dict.fromkeys(modules))
+    below = {child for module in unique if isinstance(module, nn.Module) for child in module.modules()
+             if child is not module}
+    return [module for module in unique if module not in below]
+
+
+def _managed_tensors(
+    modules: list[nn.Module], ignored: set[nn.Parameter]
+) -> tuple[dict[nn.Parameter, str], list[torch.Tensor]]:
+    """Parameters, with their names, and buffers of ``modules`` that no earlier ``fully_shard`` on a submodule took."""
+    params: dict[nn.Parameter, str] = {}
+    buffers: dict[torch.Tensor, None] = {}
+    for root in modules:
+        for prefix, module in _managed_modules(root):
+            for name, param in module._parameters.items():
+                if param is not None and param not in ignored:
+                    params.setdefault(param, f"{prefix}.{name}" if prefix else name)
+            buffers.update((buffer, None) for buffer in module._buffers.values() if buffer is not None)
+    return params, list(buffers)
+
+
+def _managed_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``root`` and the modules below it, named, down to those already under ``fully_shard``."""
+    seen = {root}
+    stack = [("", root)]
+    while stack:
+        prefix, module = stack.pop()
+        yield prefix, module
+        children = [
+            (f"{prefix}.{name}" if prefix else name, child)
+            for name, child in module.named_children()
+            if child not in seen and not isinstance(child, FSDPModule)
+        ]
+        seen.update(child for _, child in children)
+        stack.extend(reversed(children))
+
+
+def _move_to_device(tensors: list[torch.Tensor], device: torch.device) -> None:
+    for tensor in tensors:
+        if tensor.device != device and not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
+
+
+def _become_fsdp_module(module: nn.Module, state: FSDPState) -> None:
+    original = type(module)
+    if original not in _fsdp_classes:
+        _fsdp_classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
+    module.__class__ = _fsdp_classes[original]
+    module._fsdp_state = state
+    # A state dict is made from, and loaded into, sharded parameters only.
+    module.register_state_dict_pre_hook(lambda *_: _reshard([state]))
+    module.register_load_state_dict_pre_hook(lambda *_: _reshard([state]))
+    for owner in {owner: None for group in state.groups for param in group.params for owner, _ in param.owners}:
+        owner.register_load_state_dict_post_hook(lambda *_: _refresh([state]))
+
+
+def _adopt_descendants(state: FSDPState) -> None:
+    """Make ``state`` the root of all FSDP modules below its own, and name everything as seen from there."""
+    names: dict[nn.Module, str] = {}
+    for module in state.modules:
+        for name, child in module.named_modules():
+            names.setdefault(child, name)
+    context = state.context
+    for below in _states_under(names):
+        if below is not state:
+            context.states.append(below)
+            below.context = context
+        for group in below.groups:
+            group.set_names(names[below.modules[0]], names)
+
+
+def _states_under(modules: Iterable[nn.Module]) -> Iterator[FSDPState]:
+    """The state of each FSDP module among ``modules``, each once."""
+    seen: dict[int, FSDPState] = {}
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            seen.setdefault(id(module._fsdp_state), module._fsdp_state)
+    yield from seen.values()
+
+
+def _reshard(states: Iterable[FSDPState]) -> None:
+    for state in states:
+        for group in state.groups:
+            group.reshard()
+
+
+def _refresh(states: Iterable[FSDPState]) -> None:
+    for state in states:
+        for group in state.groups:
+            for param in group.params:
+                param.refresh_sharded_param()
