@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.fx.traceback import annotate
 
 from . import torch_compat
+from .tracing import tagged
 
 if TYPE_CHECKING:
     from .fsdp_param import FSDPParam
 
 c10d = torch.ops._c10d_functional
-
-
-def tagged(tag: str) -> AbstractContextManager[None]:
-    """Graph nodes made inside, and the backward nodes of what is called inside, carry ``tag``."""
-    return annotate({"fsdp": tag})
 
 
 # -- eager ------------------------------------------------------------------------------------------------------------
@@ -116,7 +110,9 @@ class UnshardFunction(torch.autograd.Function):
         reduce_dtype: torch.dtype,
         world: int,
         group_name: str,
+        tag: str,
     ) -> torch.Tensor:
+        ctx.tag = tag
         ctx.orig_dtype, ctx.reduce_dtype, ctx.world, ctx.group_name = shard.dtype, reduce_dtype, world, group_name
         ctx.rows, ctx.padded_rows, ctx.local_rows = rows, padded_rows, local_rows
         source = shard if shard.dtype == compute_dtype else shard.to(compute_dtype)
@@ -126,14 +122,15 @@ class UnshardFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        source = grad if grad.dtype == ctx.reduce_dtype else grad.to(ctx.reduce_dtype)
-        source = pad_rows(source, ctx.rows, ctx.padded_rows * ctx.world).contiguous()
-        reduced = c10d.wait_tensor(c10d.reduce_scatter_tensor(source, "avg", ctx.world, ctx.group_name))
-        if ctx.local_rows != ctx.padded_rows:
-            reduced = reduced[: ctx.local_rows]
-        if reduced.dtype != ctx.orig_dtype:
-            reduced = reduced.to(ctx.orig_dtype)
-        return reduced, None, None, None, None, None, None, None
+        with tagged(ctx.tag, "reduce"):
+            source = grad if grad.dtype == ctx.reduce_dtype else grad.to(ctx.reduce_dtype)
+            source = pad_rows(source, ctx.rows, ctx.padded_rows * ctx.world).contiguous()
+            reduced = c10d.wait_tensor(c10d.reduce_scatter_tensor(source, "avg", ctx.world, ctx.group_name))
+            if ctx.local_rows != ctx.padded_rows:
+                reduced = reduced[: ctx.local_rows]
+            if reduced.dtype != ctx.orig_dtype:
+                reduced = reduced.to(ctx.orig_dtype)
+        return reduced, None, None, None, None, None, None, None, None
 
 
 def pad_rows(tensor: torch.Tensor, rows: int, padded_rows: int) -> torch.Tensor:

@@ -27,9 +27,10 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from . import torch_compat
-from .collectives import UnshardFunction, tagged
+from .collectives import UnshardFunction
 from .mesh_info import DataParallelMeshInfo
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .tracing import tagged
 
 
 class ShardedState(Enum):
@@ -265,7 +266,7 @@ class FSDPParam:
 
     def unshard_traced(self) -> torch.Tensor:
         """Emit the all-gather into the graph being traced and give its result to the modules."""
-        with tagged(self.tag):
+        with tagged(self.tag, "unshard"):
             full = UnshardFunction.apply(
                 self.sharded_param.to_local(),
                 self.orig_size[0],
@@ -275,6 +276,7 @@ class FSDPParam:
                 self.reduce_dtype,
                 self.world_size,
                 self.mesh_info.shard_process_group.group_name,
+                self.tag,
             )
         self.register(full)
         return full
@@ -283,7 +285,7 @@ class FSDPParam:
         """Give the sharded parameter back to the modules; with ``free``, record that ``full`` holds no data now."""
         self.register(self.sharded_param)
         if free:
-            with tagged(self.tag):
+            with tagged(self.tag, "reshard"):
                 full.untyped_storage().resize_(0)
 
     def __repr__(self) -> str:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.fx.traceback import annotate
 
 from . import backend, torch_compat
 
@@ -29,3 +34,13 @@ def warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, stacklevel=2)
+
+
+def tagged(tag: str, phase: str) -> AbstractContextManager[None]:
+    """Graph nodes made inside, and the backward nodes of what is called inside, carry ``tag`` and ``phase``."""
+    return annotate(_annotation(tag, phase))
+
+
+@torch_compat.constant_while_tracing
+def _annotation(tag: str, phase: str) -> dict[str, Any]:
+    return {"fsdp": {**json.loads(tag), "phase": phase}}
