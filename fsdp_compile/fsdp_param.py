@@ -30,6 +30,7 @@ from . import torch_compat
 from .collectives import UnshardFunction
 from .mesh_info import DataParallelMeshInfo
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .staleness import write_stamp
 from .tracing import tagged
 
 
@@ -78,7 +79,7 @@ class FSDPParam:
         self.accumulated_grad: torch.Tensor | None = None  # unsharded, in reduce_dtype; from backwards without sync
         self._all_gather_output: torch.Tensor | None = None
         self._unsharded_param: nn.Parameter | None = None
-        self._gathered_version = -1  # version of the sharded data that the unsharded data was gathered from
+        self._gathered_stamp: tuple[int, int] | None = None  # of the sharded parameter, when it was gathered
         self._shard(param)
 
     # -- shapes and dtypes --------------------------------------------------------------------------------------------
@@ -186,8 +187,8 @@ class FSDPParam:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the sharded data was written after the unsharded data was gathered from it."""
-        return self._gathered_version != self._sharded_data._version
+        """Whether the sharded parameter may have been written after the unsharded one was gathered from it."""
+        return self._gathered_stamp != write_stamp(self.sharded_param)
 
     def all_gather_input(self) -> torch.Tensor:
         """The sharded data in the compute dtype on the compute device, of size ``padded_sharded_size``."""
@@ -204,7 +205,7 @@ class FSDPParam:
             self._all_gather_output = output
         else:
             torch_compat.resize_storage(output, output.numel() * output.itemsize)
-        self._gathered_version = self._sharded_data._version
+        self._gathered_stamp = write_stamp(self.sharded_param)
         return output
 
     @property

@@ -58,6 +58,11 @@ class FSDPParamGroup:
             param.tag = json.dumps(tag)  # text, because the compiler then guards one string instead of a dict
 
     @property
+    def label(self) -> str:
+        """How messages call the module."""
+        return f"module '{self.name}'" if self.name else "the root module"
+
+    @property
     def sharded_state(self) -> ShardedState:
         return self.params[0].sharded_state if self.params else ShardedState.SHARDED
 
@@ -138,7 +143,7 @@ class FSDPParamGroup:
         """Emit the all-gathers of all parameters into the graph being traced."""
         if not self.reduce_grads:
             raise NotImplementedError(
-                f"Module '{self.name}': set_requires_gradient_sync(False) has no traced form yet; "
+                f"{self.label}: set_requires_gradient_sync(False) has no traced form yet; "
                 "run the micro-batches without gradient sync uncompiled."
             )
         self._trace_token = trace_token()
@@ -156,7 +161,7 @@ class FSDPParamGroup:
             return
         if self._trace_token != trace_token():
             warn_once(
-                f"fsdp_compile: a graph break inside module '{self.name}' splits its forward over several graphs; "
+                f"fsdp_compile: a graph break inside {self.label} splits its forward over several graphs; "
                 "its unsharded parameters are kept until the backward."
             )
             free = False

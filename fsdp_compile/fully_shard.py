@@ -14,6 +14,7 @@ from .fsdp_param_group import FSDPParamGroup
 from .fsdp_state import FSDPState
 from .mesh_info import default_mesh, device_of, mesh_info_of
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .staleness import watch_optimizers
 
 _fsdp_classes: dict[type[nn.Module], type[nn.Module]] = {}  # one for each module class, so that the compiler's guards,
 # which are on classes, hold for all layers of a model
@@ -93,6 +94,7 @@ def fully_shard(  # type: ignore[misc]
         _check_parameter(name, param)
     _move_to_device([*params, *buffers], device)
     assert reshard_after_forward is None or isinstance(reshard_after_forward, bool)
+    watch_optimizers()
     state = FSDPState(modules, mp_policy, reshard_after_forward)
     if params:
         group = FSDPParamGroup(list(params), modules, mesh_info, device, mp_policy, offload_policy)
@@ -246,7 +248,7 @@ def _check_arguments(
             raise TypeError(f"fully_shard expects a module or a list of modules, not {type(module).__name__}")
         if isinstance(module, FSDPModule):
             raise ValueError(f"fully_shard was already applied to this module: {type(module).__name__}")
-        if type(module).forward is nn.Module.forward:
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ValueError(f"fully_shard does not support containers without a forward: {type(module).__name__}")
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         raise NotImplementedError("reshard_after_forward as an int has no implementation here yet; use True or False")
