@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass  # a pass whose results may be cached
 from torch.distributed.tensor import DTensor, Placement
+from torch.fx import GraphModule
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
@@ -95,3 +97,73 @@ def current_compiler_fn() -> Any:
 
     tx = InstructionTranslator.current_tx()
     return tx.output.compiler_fn if tx else None
+
+
+# -- backends ---------------------------------------------------------------------------------------------------------
+
+
+def innermost_backend(compiler_fn: Any) -> Any:
+    """The backend inside Dynamo's wrappers (debugging, lookup by name)."""
+    while hasattr(compiler_fn, "_torchdynamo_orig_backend"):
+        compiler_fn = compiler_fn._torchdynamo_orig_backend
+    if isinstance(compiler_fn, torch._TorchCompileWrapper):  # backend=... with a name or function
+        return compiler_fn.compiler_fn
+    return compiler_fn
+
+
+def is_inductor(backend: Any) -> bool:
+    """Whether this is what ``torch.compile`` makes for its default backend; its ``config`` holds its options."""
+    return isinstance(backend, torch._TorchCompileInductorWrapper)
+
+
+def inductor_backend(mode: str | None = None, options: dict[str, Any] | None = None, **_: Any) -> Any:
+    """What ``torch.compile`` makes for its default backend."""
+    return torch._TorchCompileInductorWrapper(mode, options, None)
+
+
+def inductor_config(name: str) -> Any:
+    """A value of Inductor's global configuration."""
+    from torch._inductor import config
+
+    return getattr(config, name)
+
+
+def register_backend(name: str, backend: Callable[..., Any]) -> None:
+    """Make ``torch.compile(backend=name)`` find ``backend``; the public entry points need an installed package."""
+    from torch._dynamo.backends.registry import register_backend as register
+
+    register(backend, name=name)  # type: ignore[call-arg]
+
+
+def min_cut_partition(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    """The partitioner that Inductor uses: it recomputes what is marked, and what is cheap."""
+    from functorch.compile import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
+def boxed(graph: GraphModule) -> Callable[..., Any]:
+    """Run a graph operator by operator; it takes its inputs in a list that it empties, so that each dies early."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    graph.graph.set_codegen(_BoxedCodeGen())
+    graph.recompile()
+    run = graph.forward
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def aot_autograd(
+    module: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    inference: Callable[..., Any],
+    partition: Callable[..., Any],
+) -> Callable[..., Any]:
+    """AOTAutograd with a compiler for each kind of graph; the public wrapper is for backends of one function."""
+    from torch._dynamo.backends.common import aot_autograd as make
+
+    compiled = make(fw_compiler=forward, bw_compiler=backward, inference_compiler=inference, partition_fn=partition)
+    return compiled(module, inputs)
