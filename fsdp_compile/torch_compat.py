@@ -148,7 +148,11 @@ def boxed(graph: GraphModule) -> Callable[..., Any]:
 
     graph.graph.set_codegen(_BoxedCodeGen())
     graph.recompile()
-    run = graph.forward
+    forward = graph.forward
+
+    def run(inputs: list[Any]) -> Any:
+        return forward(inputs)
+
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 

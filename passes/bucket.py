@@ -99,12 +99,12 @@ def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
         coalesced = c10d.all_gather_into_tensor_coalesced.default
         start = emit(graph, coalesced, inputs, first.world_size, first.process_group)
         set_tag(start, tag)
-        for i, member in enumerate(members):
-            output = emit(graph, operator.getitem, start, i)
-            wait = emit(graph, WAIT, output)
-            set_tag(output, member.tag)
-            set_tag(wait, member.tag)
-            _replace(graph, member, wait)
+        outputs = [emit(graph, operator.getitem, start, i) for i in range(len(members))]
+        waits = [emit(graph, WAIT, output) for output in outputs]
+    for member, output, wait in zip(members, outputs, waits, strict=True):
+        set_tag(output, member.tag)
+        set_tag(wait, member.tag)
+        _replace(graph, member, wait)
 
 
 def _replace(graph: Graph, member: Collective, result: Node) -> None:
@@ -147,13 +147,13 @@ def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
         wait = emit(graph, WAIT, start)
         numels = [row.meta["val"].shape[1] for row in rows]
         parts = emit(graph, aten.split_with_sizes.default, wait, numels)
-        for node in (*rows, packed, flat, start, wait, parts):
-            set_tag(node, tag)
-        for i, (member, shape) in enumerate(zip(members, shapes, strict=True)):
-            part = emit(graph, operator.getitem, parts, i)
-            shard = emit(graph, aten.reshape.default, part, shape)
-            set_tag(part, member.tag)
-            set_tag(shard, member.tag)
-            _replace(graph, member, shard)
+        pieces = [emit(graph, operator.getitem, parts, i) for i in range(len(members))]
+        shards = [emit(graph, aten.reshape.default, piece, shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    for node in (*rows, packed, flat, start, wait, parts):
+        set_tag(node, tag)
+    for member, piece, shard in zip(members, pieces, shards, strict=True):
+        set_tag(piece, member.tag)
+        set_tag(shard, member.tag)
+        _replace(graph, member, shard)
 
 
