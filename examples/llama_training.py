@@ -51,6 +51,8 @@ def check(args: argparse.Namespace, world: int) -> None:
                 directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"cannot make directory {directory}: {error.strerror}") from None
+    if args.log_losses and args.log_losses.is_dir():
+        raise UsageError(f"--log-losses {args.log_losses} is a directory")
     if args.resume:
         check_resume(args, world)
 

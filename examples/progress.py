@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ class Progress:
         self.done, self.steps, self.tokens, self.communicated = done, steps, tokens, communicated
         self.taken = 0
         self._first_done = 0.0
+        tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, and would outlive a killed rank
         self._bar = tqdm(desc="first step", initial=done, total=steps, unit="step", disable=not shown, mininterval=0.5)
 
     def __iter__(self) -> Iterator[int]:

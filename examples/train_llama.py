@@ -31,6 +31,7 @@ class Parser(argparse.ArgumentParser):
 
 def main() -> None:
     args = parse_arguments()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell starts this with interrupts ignored
     try:
         if "RANK" in os.environ:
             train_under_torchrun(args)
