@@ -93,10 +93,10 @@ def pack(grad: torch.Tensor, column: torch.Tensor) -> None:
 
 
 class UnshardFunction(torch.autograd.Function):
-    """Shard to unsharded parameter; the backward is the averaging reduce-scatter.
+    """Sharded data to unsharded parameter; the backward is the averaging reduce-scatter.
 
-        forward:   shard ─ cast ─ pad ─ all_gather_into_tensor ─ wait ─ slice ─> full
-        backward:  full gradient ─ cast ─ pad ─ reduce_scatter_tensor ─ wait ─ slice ─ cast ─> shard's gradient
+        forward:   sharded data ─ cast ─ all_gather_into_tensor ─ wait ─ slice off the padding ─> unsharded parameter
+        backward:  unsharded gradient ─ cast ─ pad ─ reduce_scatter_tensor ─ wait ─ cast ─> gradient of the sharded data
     """
 
     @staticmethod
@@ -105,36 +105,26 @@ class UnshardFunction(torch.autograd.Function):
         shard: torch.Tensor,
         rows: int,
         padded_rows: int,
-        local_rows: int,
         compute_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         world: int,
         group_name: str,
         tag: str,
     ) -> torch.Tensor:
-        ctx.tag = tag
-        ctx.orig_dtype, ctx.reduce_dtype, ctx.world, ctx.group_name = shard.dtype, reduce_dtype, world, group_name
-        ctx.rows, ctx.padded_rows, ctx.local_rows = rows, padded_rows, local_rows
+        ctx.orig_dtype, ctx.reduce_dtype, ctx.tag = shard.dtype, reduce_dtype, tag
+        ctx.padding, ctx.world, ctx.group_name = padded_rows * world - rows, world, group_name
         source = shard if shard.dtype == compute_dtype else shard.to(compute_dtype)
-        source = pad_rows(source, local_rows, padded_rows)
         full = c10d.wait_tensor(c10d.all_gather_into_tensor(source, world, group_name))
-        return full if rows == padded_rows * world else full[:rows]
+        return full[:rows] if ctx.padding else full
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         with tagged(ctx.tag, "reduce"):
             source = grad if grad.dtype == ctx.reduce_dtype else grad.to(ctx.reduce_dtype)
-            source = pad_rows(source, ctx.rows, ctx.padded_rows * ctx.world).contiguous()
-            reduced = c10d.wait_tensor(c10d.reduce_scatter_tensor(source, "avg", ctx.world, ctx.group_name))
-            if ctx.local_rows != ctx.padded_rows:
-                reduced = reduced[: ctx.local_rows]
+            if ctx.padding:
+                source = F.pad(source, [0, 0] * (source.dim() - 1) + [0, ctx.padding])
+            reduced = c10d.reduce_scatter_tensor(source.contiguous(), "avg", ctx.world, ctx.group_name)
+            reduced = c10d.wait_tensor(reduced)
             if reduced.dtype != ctx.orig_dtype:
                 reduced = reduced.to(ctx.orig_dtype)
-        return reduced, None, None, None, None, None, None, None, None
-
-
-def pad_rows(tensor: torch.Tensor, rows: int, padded_rows: int) -> torch.Tensor:
-    """Append zero rows (dim 0) so that ``rows`` become ``padded_rows``."""
-    if rows == padded_rows:
-        return tensor
-    return F.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, padded_rows - rows])
+        return reduced, None, None, None, None, None, None, None

@@ -4,7 +4,9 @@ Terms (after torch's FSDP2 notes):
 
 - *original parameter*: the ``nn.Parameter`` on the module when ``fully_shard`` was applied;
 - *sharded parameter*: this rank's chunk of it, a ``DTensor``; the only one an optimizer or a state dict ever sees;
-- *sharded data*: the chunk padded to equal length on all ranks, contiguous; the sharded parameter is a view of it;
+- *sharded data*: the chunk padded to equal length on all ranks, contiguous; the sharded parameter is a view of it.
+  It is a plain autograd leaf: a traced graph takes it as input, which is alike on all ranks and needs no ``DTensor``
+  in the graph, and its gradient goes on to the sharded parameter;
 - *all-gather input*: the sharded data, cast to the compute dtype;
 - *all-gather output*: the inputs of all ranks one after the other, so the original rows with padding only at the end;
 - *unsharded parameter*: the all-gather output without the padding; an autograd leaf that compute reads.
@@ -19,6 +21,7 @@ that references which autograd saved stay valid. The traced executor makes a new
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from enum import Enum, auto
 
@@ -138,9 +141,24 @@ class FSDPParam:
         start = self.padded_sharded_size[0] * self.mesh_info.shard_mesh_rank
         if rows and not param.is_meta:
             data.narrow(0, 0, rows).copy_(param.narrow(0, start, rows))
-        self._sharded_data = data
         self.sharded_param = nn.Parameter(self.to_dtensor(data.narrow(0, 0, rows)), requires_grad=param.requires_grad)
         self.register(self.sharded_param)
+        self._set_sharded_data(data)
+
+    def _set_sharded_data(self, data: torch.Tensor) -> None:
+        with torch.inference_mode(False):
+            leaf = data.detach().requires_grad_(data.is_floating_point() or data.is_complex())
+        if leaf.requires_grad:
+            this = weakref.ref(self)  # the leaf must not keep alive what owns it
+
+            def pass_on(leaf: torch.Tensor) -> None:
+                grad, leaf.grad = leaf.grad, None
+                param = this()
+                if param is not None and grad is not None:
+                    param.accumulate_sharded_grad(grad)
+
+            leaf.register_post_accumulate_grad_hook(pass_on)
+        self._sharded_data = leaf
 
     def to_dtensor(self, local: torch.Tensor) -> DTensor:
         """Wrap a tensor of size ``sharded_size`` as a shard of the whole parameter."""
@@ -165,12 +183,12 @@ class FSDPParam:
         if local.is_meta or self._shares_storage(local):
             return
         if local.size() == self.padded_sharded_size and local.is_contiguous():
-            self._sharded_data = local
+            self._set_sharded_data(local)
             return
         data = local.new_zeros(self.padded_sharded_size)
         rows = local.size(0)
         data.narrow(0, 0, rows).copy_(local)
-        self._sharded_data = data
+        self._set_sharded_data(data)
         torch_compat.set_local_tensor(registered, data.narrow(0, 0, rows))
 
     def _shares_storage(self, local: torch.Tensor) -> bool:
@@ -249,7 +267,7 @@ class FSDPParam:
             self.accumulated_grad = grad.to(self.reduce_dtype)
 
     def accumulate_sharded_grad(self, reduced: torch.Tensor) -> None:
-        """Add this rank's reduced gradient (``padded_sharded_numel`` elements) to ``sharded_param.grad``.
+        """Add this rank's reduced gradient, padded like the sharded data and of any shape, to ``sharded_param.grad``.
 
         Hooks on the sharded parameter run as autograd would run them: tensor hooks on the reduced gradient, then
         accumulation, then the post-accumulate hooks.
@@ -267,12 +285,12 @@ class FSDPParam:
 
     def unshard_traced(self) -> torch.Tensor:
         """Emit the all-gather into the graph being traced and give its result to the modules."""
+        shard = self._sharded_data if self.sharded_param.requires_grad else self._sharded_data.detach()
         with tagged(self.tag, "unshard"):
             full = UnshardFunction.apply(
-                self.sharded_param.to_local(),
+                shard,
                 self.orig_size[0],
                 self.padded_sharded_size[0],
-                self.sharded_size[0],
                 self.compute_dtype,
                 self.reduce_dtype,
                 self.world_size,
