@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from . import torch_compat
-from .tracing import tagged
+from .tracing import read_recipe, tagged
 
 if TYPE_CHECKING:
     from .fsdp_param import FSDPParam
@@ -100,31 +100,22 @@ class UnshardFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        shard: torch.Tensor,
-        rows: int,
-        padded_rows: int,
-        compute_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
-        world: int,
-        group_name: str,
-        tag: str,
-    ) -> torch.Tensor:
-        ctx.orig_dtype, ctx.reduce_dtype, ctx.tag = shard.dtype, reduce_dtype, tag
-        ctx.padding, ctx.world, ctx.group_name = padded_rows * world - rows, world, group_name
+    def forward(ctx: Any, shard: torch.Tensor, recipe: str) -> torch.Tensor:
+        rows, padding, compute_dtype, _, world, group_name = read_recipe(recipe)
+        ctx.orig_dtype, ctx.recipe = shard.dtype, recipe
         source = shard if shard.dtype == compute_dtype else shard.to(compute_dtype)
         full = c10d.wait_tensor(c10d.all_gather_into_tensor(source, world, group_name))
-        return full[:rows] if ctx.padding else full
+        return full[:rows] if padding else full
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        with tagged(ctx.tag, "reduce"):
-            source = grad if grad.dtype == ctx.reduce_dtype else grad.to(ctx.reduce_dtype)
-            if ctx.padding:
-                source = F.pad(source, [0, 0] * (source.dim() - 1) + [0, ctx.padding])
-            reduced = c10d.reduce_scatter_tensor(source.contiguous(), "avg", ctx.world, ctx.group_name)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        _, padding, _, reduce_dtype, world, group_name = read_recipe(ctx.recipe)
+        with tagged(ctx.recipe, "reduce"):
+            source = grad if grad.dtype == reduce_dtype else grad.to(reduce_dtype)
+            if padding:
+                source = F.pad(source, [0, 0] * (source.dim() - 1) + [0, padding])
+            reduced = c10d.reduce_scatter_tensor(source.contiguous(), "avg", world, group_name)
             reduced = c10d.wait_tensor(reduced)
             if reduced.dtype != ctx.orig_dtype:
                 reduced = reduced.to(ctx.orig_dtype)
-        return reduced, None, None, None, None, None, None, None
+        return reduced, None

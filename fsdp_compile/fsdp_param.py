@@ -24,6 +24,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from enum import Enum, auto
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -34,7 +35,7 @@ from .collectives import UnshardFunction
 from .mesh_info import DataParallelMeshInfo
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .staleness import write_stamp
-from .tracing import tagged
+from .tracing import tagged, write_recipe
 
 
 class ShardedState(Enum):
@@ -77,7 +78,8 @@ class FSDPParam:
         self.mp_policy = mp_policy
         self.shard_device = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
         self.name = owners[0][1]  # lengthened to the name from the root when a root adopts this parameter
-        self.tag = ""  # what graph nodes made for this parameter carry; set with the name
+        self.tag: dict[str, Any] = {}  # what graph nodes made for this parameter carry
+        self.recipe = ""  # for graphs; see `write_recipe`
         self.sharded_state = ShardedState.SHARDED
         self.accumulated_grad: torch.Tensor | None = None  # unsharded, in reduce_dtype; from backwards without sync
         self._all_gather_output: torch.Tensor | None = None
@@ -147,7 +149,8 @@ class FSDPParam:
 
     def _set_sharded_data(self, data: torch.Tensor) -> None:
         with torch.inference_mode(False):
-            leaf = data.detach().requires_grad_(data.is_floating_point() or data.is_complex())
+            # A Parameter, because Dynamo takes the sizes of those as static.
+            leaf = nn.Parameter(data.detach(), requires_grad=data.is_floating_point() or data.is_complex())
         if leaf.requires_grad:
             this = weakref.ref(self)  # the leaf must not keep alive what owns it
 
@@ -159,6 +162,7 @@ class FSDPParam:
 
             leaf.register_post_accumulate_grad_hook(pass_on)
         self._sharded_data = leaf
+        self._update_recipe()
 
     def to_dtensor(self, local: torch.Tensor) -> DTensor:
         """Wrap a tensor of size ``sharded_size`` as a shard of the whole parameter."""
@@ -195,6 +199,23 @@ class FSDPParam:
         mine, theirs = self._sharded_data, local
         same_kind = mine.device == theirs.device and mine.dtype == theirs.dtype
         return same_kind and mine.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr() != 0
+
+    def set_tag(self, tag: dict[str, Any]) -> None:
+        """Set what graph nodes made for this parameter carry: see ``passes.graph_view``."""
+        self.tag = tag
+        self._update_recipe()
+
+    def _update_recipe(self) -> None:
+        rows, world = self.orig_size[0], self.world_size
+        self.recipe = write_recipe(
+            self.tag,
+            rows,
+            self.padded_sharded_size[0] * world - rows,
+            self.compute_dtype,
+            self.reduce_dtype,
+            world,
+            self.mesh_info.shard_process_group.group_name,
+        )
 
     def register(self, tensor: torch.Tensor) -> None:
         """Make ``tensor`` the parameter that every owning module sees."""
@@ -286,17 +307,8 @@ class FSDPParam:
     def unshard_traced(self) -> torch.Tensor:
         """Emit the all-gather into the graph being traced and give its result to the modules."""
         shard = self._sharded_data if self.sharded_param.requires_grad else self._sharded_data.detach()
-        with tagged(self.tag, "unshard"):
-            full = UnshardFunction.apply(
-                shard,
-                self.orig_size[0],
-                self.padded_sharded_size[0],
-                self.compute_dtype,
-                self.reduce_dtype,
-                self.world_size,
-                self.mesh_info.shard_process_group.group_name,
-                self.tag,
-            )
+        with tagged(self.recipe, "unshard"):
+            full = UnshardFunction.apply(shard, self.recipe)
         self.register(full)
         return full
 
@@ -304,7 +316,7 @@ class FSDPParam:
         """Give the sharded parameter back to the modules; with ``free``, record that ``full`` holds no data now."""
         self.register(self.sharded_param)
         if free:
-            with tagged(self.tag, "reshard"):
+            with tagged(self.recipe, "reshard"):
                 full.untyped_storage().resize_(0)
 
     def __repr__(self) -> str:

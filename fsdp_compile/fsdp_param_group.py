@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import torch
 import torch.nn as nn
@@ -54,8 +53,7 @@ class FSDPParamGroup:
             module, attribute = param.owners[0]
             prefix = module_names[module]
             param.name = f"{prefix}.{attribute}" if prefix else attribute
-            tag = {"group": self.group_id, "name": group_name, "params": [param.name], "index": [index]}
-            param.tag = json.dumps(tag)  # text, because the compiler then guards one string instead of a dict
+            param.set_tag({"group": self.group_id, "name": group_name, "params": [param.name], "index": [index]})
 
     @property
     def label(self) -> str:

@@ -7,6 +7,7 @@ import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch.fx.traceback import annotate
 
 from . import backend, torch_compat
@@ -36,11 +37,36 @@ def warn_once(message: str) -> None:
         warnings.warn(message, stacklevel=2)
 
 
-def tagged(tag: str, phase: str) -> AbstractContextManager[None]:
-    """Graph nodes made inside, and the backward nodes of what is called inside, carry ``tag`` and ``phase``."""
-    return annotate(_annotation(tag, phase))
+def tagged(recipe: str, phase: str) -> AbstractContextManager[None]:
+    """Graph nodes made inside, and the backward nodes of what is called inside, carry the recipe's tag and ``phase``."""
+    return annotate(_annotation(recipe, phase))
 
 
 @torch_compat.constant_while_tracing
-def _annotation(tag: str, phase: str) -> dict[str, Any]:
-    return {"fsdp": {**json.loads(tag), "phase": phase}}
+def _annotation(recipe: str, phase: str) -> dict[str, Any]:
+    return {"fsdp": {**json.loads(recipe)["tag"], "phase": phase}}
+
+
+def write_recipe(
+    tag: dict[str, Any],
+    rows: int,
+    padding: int,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    world: int,
+    group_name: str,
+) -> str:
+    """All that a graph needs to know to unshard one parameter, as one text.
+
+    As one text, because Dynamo then guards one string for each parameter; the numbers themselves would be guarded one
+    by one, and become symbolic as soon as two modules of one class differ in them.
+    """
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in (compute_dtype, reduce_dtype)]
+    return json.dumps({"tag": tag, "unshard": [rows, padding, *dtypes, world, group_name]})
+
+
+@torch_compat.constant_while_tracing
+def read_recipe(recipe: str) -> tuple[int, int, torch.dtype, torch.dtype, int, str]:
+    """Rows of the parameter, padding rows of all ranks together, dtypes of gather and reduction, ranks, their group."""
+    rows, padding, compute_dtype, reduce_dtype, world, group_name = json.loads(recipe)["unshard"]
+    return rows, padding, getattr(torch, compute_dtype), getattr(torch, reduce_dtype), world, group_name
