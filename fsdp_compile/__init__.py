@@ -1,10 +1,11 @@
 """FSDP2-style sharding whose state machine ``torch.compile`` can trace."""
 
 from . import backend as _backend  # registers the backends "fsdp" and "fsdp_eager"
+from .fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
 from .fsdp_param import FSDPParam, ShardedState
 from .fsdp_param_group import FSDPParamGroup
 from .fsdp_state import FSDPState
-from .fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
+from .fully_shard import fully_shard
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [

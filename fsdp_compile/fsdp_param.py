@@ -34,6 +34,7 @@ from . import torch_compat
 from .collectives import UnshardFunction
 from .mesh_info import DataParallelMeshInfo
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .reduction import Scaling, scaling_for
 from .staleness import write_stamp
 from .tracing import tagged, write_recipe
 
@@ -81,7 +82,10 @@ class FSDPParam:
         self.tag: dict[str, Any] = {}  # what graph nodes made for this parameter carry
         self.recipe = ""  # for graphs; see `write_recipe`
         self.sharded_state = ShardedState.SHARDED
+        self.gradient_divide_factor: float | None = None
+        self.force_sum_reduction = False
         self.accumulated_grad: torch.Tensor | None = None  # unsharded, in reduce_dtype; from backwards without sync
+        self._partial_grad: torch.Tensor | None = None  # reduced over the shard ranks, not yet over the replicas
         self._all_gather_output: torch.Tensor | None = None
         self._unsharded_param: nn.Parameter | None = None
         self._gathered_stamp: tuple[int, int] | None = None  # of the sharded parameter, when it was gathered
@@ -162,7 +166,7 @@ class FSDPParam:
 
             leaf.register_post_accumulate_grad_hook(pass_on)
         self._sharded_data = leaf
-        self._update_recipe()
+        self.update_recipe()
 
     def to_dtensor(self, local: torch.Tensor) -> DTensor:
         """Wrap a tensor of size ``sharded_size`` as a shard of the whole parameter."""
@@ -203,19 +207,26 @@ class FSDPParam:
     def set_tag(self, tag: dict[str, Any]) -> None:
         """Set what graph nodes made for this parameter carry: see ``passes.graph_view``."""
         self.tag = tag
-        self._update_recipe()
+        self.update_recipe()
 
-    def _update_recipe(self) -> None:
+    def update_recipe(self) -> None:
+        """Write down for graphs how to unshard and to reduce; to be called when any of it changes."""
+        if self.mesh_info.shard_mesh_dim is None:
+            return
         rows, world = self.orig_size[0], self.world_size
+        padding = self.padded_sharded_size[0] * world - rows
+        group_name = self.mesh_info.shard_process_group.group_name
+        scaling = self.scaling()
         self.recipe = write_recipe(
-            self.tag,
-            rows,
-            self.padded_sharded_size[0] * world - rows,
-            self.compute_dtype,
-            self.reduce_dtype,
-            world,
-            self.mesh_info.shard_process_group.group_name,
+            tag=self.tag,
+            unshard=[rows, padding, self.compute_dtype, world, group_name],
+            reduce=[padding, self.reduce_dtype, *scaling, world, group_name],
         )
+
+    def scaling(self) -> Scaling:
+        """How this parameter's gradient is averaged."""
+        ranks = self.world_size * self.mesh_info.replicate_mesh_size
+        return scaling_for(self.reduce_dtype, ranks, self.gradient_divide_factor, self.force_sum_reduction)
 
     def register(self, tensor: torch.Tensor) -> None:
         """Make ``tensor`` the parameter that every owning module sees."""
@@ -286,6 +297,18 @@ class FSDPParam:
         grad = self.take_unsharded_grad()
         if grad is not None:
             self.accumulated_grad = grad.to(self.reduce_dtype)
+
+    @property
+    def has_partial_grad(self) -> bool:
+        return self._partial_grad is not None
+
+    def add_partial_grad(self, piece: torch.Tensor) -> None:
+        """Keep a gradient that is reduced over the shard ranks until a later backward reduces it over the replicas."""
+        self._partial_grad = piece if self._partial_grad is None else self._partial_grad.add_(piece)
+
+    def take_partial_grad(self) -> torch.Tensor | None:
+        partial, self._partial_grad = self._partial_grad, None
+        return partial
 
     def accumulate_sharded_grad(self, reduced: torch.Tensor) -> None:
         """Add this rank's reduced gradient, padded like the sharded data and of any shape, to ``sharded_param.grad``.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 
-from .collectives import Gather, Reduction, launch_all_gather, launch_reduce_scatter
+from .collectives import Gather, launch_all_gather
 from .fsdp_param import FSDPParam, ShardedState, shared_owners
 from .mesh_info import DataParallelMeshInfo
 from .policies import MixedPrecisionPolicy, OffloadPolicy
+from .reduction import Reduction, Route
 from .tracing import frees_are_restored, trace_token, warn_once
 
 _group_ids = itertools.count()  # ranks build their models in the same order, so they number groups alike
@@ -37,6 +39,9 @@ class FSDPParamGroup:
         self.group_id = next(_group_ids)
         self.name = ""
         self.reduce_grads = True
+        self.all_reduce_grads = True
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.reduce_scatter_unused_params = False
         self.reshard_after_backward = True
         self.params = [
             FSDPParam(param, owners, mesh_info, device, mp_policy, offload_policy)
@@ -108,25 +113,41 @@ class FSDPParamGroup:
         if not self.reduce_grads:
             for param in self.params:
                 param.keep_unsharded_grad()
-        grads = [(param, param.take_unsharded_grad()) for param in self.params] if self.reduce_grads else []
+        grads = [(param, self._grad_to_reduce(param)) for param in self.params] if self.reduce_grads else []
         if self.reshard_after_backward:
             self.reshard()
         else:
             self.hide_unsharded()
-        by_dtype: dict[torch.dtype, list[tuple[FSDPParam, torch.Tensor]]] = {}
+        by_dtype: dict[torch.dtype, list[tuple[FSDPParam, torch.Tensor | None]]] = {}
         for param, grad in grads:
-            if grad is not None:
+            if grad is not None or param.has_partial_grad:
                 by_dtype.setdefault(param.reduce_dtype, []).append((param, grad))
-        group = self.mesh_info.shard_process_group
         return [
-            launch_reduce_scatter([param for param, _ in pairs], [grad for _, grad in pairs], dtype, group)
+            Reduction([param for param, _ in pairs], [grad for _, grad in pairs], dtype, self._route(pairs[0][0]))
             for dtype, pairs in by_dtype.items()
         ]
+
+    def _grad_to_reduce(self, param: FSDPParam) -> torch.Tensor | None:
+        grad = param.take_unsharded_grad()
+        if grad is None and self.reduce_scatter_unused_params and param.sharded_param.requires_grad:
+            return torch.zeros(param.orig_size, dtype=param.reduce_dtype, device=self.device)
+        return grad
+
+    def _route(self, param: FSDPParam) -> Route:
+        mesh = self.mesh_info
+        return Route(
+            shard_group=mesh.shard_process_group if mesh.shard_mesh_dim is not None else None,
+            replicate_group=mesh.replicate_process_group if mesh.replicate_mesh_dim is not None else None,
+            scaling=param.scaling(),
+            hook=self.all_reduce_hook,
+            all_reduce=self.all_reduce_grads,
+        )
 
     def drop_iteration(self) -> None:
         """Forget the gradients and unsharded data of an iteration that failed."""
         for param in self.params:
             param.take_unsharded_grad()
+            param.take_partial_grad()
         self._traced = None
         self.reshard()
 
@@ -139,11 +160,14 @@ class FSDPParamGroup:
 
     def unshard_traced(self) -> None:
         """Emit the all-gathers of all parameters into the graph being traced."""
-        if not self.reduce_grads:
-            raise NotImplementedError(
-                f"{self.label}: set_requires_gradient_sync(False) has no traced form yet; "
-                "run the micro-batches without gradient sync uncompiled."
-            )
+        untraced = {
+            "set_requires_gradient_sync(False)": not self.reduce_grads,
+            "a 2D mesh": self.mesh_info.replicate_mesh_dim is not None,
+            "set_all_reduce_hook": self.all_reduce_hook is not None,
+        }
+        for feature, used in untraced.items():
+            if used:  # without fullgraph=True the compiler then leaves the module to the eager executor
+                raise NotImplementedError(f"{self.label} uses {feature}, which has no traced form yet")
         self._trace_token = trace_token()
         self._traced = [param.unshard_traced() for param in self.params]
 

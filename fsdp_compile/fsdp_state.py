@@ -22,10 +22,10 @@ import torch
 import torch.nn as nn
 
 from . import torch_compat
-from .collectives import Reduction
 from .fsdp_param_group import FSDPParamGroup
 from .nested import cast_floating_point, map_tensors, tensors_requiring_grad
 from .policies import MixedPrecisionPolicy
+from .reduction import Reduction
 
 
 class TrainingState(Enum):
@@ -47,12 +47,18 @@ class FSDPContext:
         # One entry a forward, consumed from its end by the backward; bounded, as a forward may have no backward.
         self.forward_order: deque[FSDPState] = deque(maxlen=4096)
         self.reductions: deque[Reduction] = deque()
+        self.all_reduces: deque[Reduction] = deque()
         self.is_last_backward = True
         self.callback_queued = False
 
-    def finish_reductions(self) -> None:
-        while self.reductions:
-            self.reductions.popleft().finish()
+    def settle_reductions(self, in_flight: int) -> None:
+        """Move on until at most ``in_flight`` reduce-scatters, and as many all-reduces, are under way."""
+        while len(self.reductions) > in_flight:
+            reduction = self.reductions.popleft()
+            if not reduction.advance():
+                self.all_reduces.append(reduction)
+        while len(self.all_reduces) > in_flight:
+            self.all_reduces.popleft().finish()
 
 
 class FSDPState:
@@ -73,6 +79,10 @@ class FSDPState:
         self.groups: list[FSDPParamGroup] = []
         self.context = FSDPContext(self)
         self.training_state = TrainingState.IDLE
+        self.unshard_in_backward = True
+        self.forward_prefetch: list[FSDPState] = []
+        self.backward_prefetch: list[FSDPState] = []  # empty: the module that ran before this one
+        self.max_reductions_in_flight = 1  # each holds a buffer of the size of its group's gradients
         self._not_run: list[nn.Module] = []  # of `modules`, in the forward pass under way
 
     @property
@@ -93,6 +103,8 @@ class FSDPState:
             return args, kwargs
         first = self._enter_forward()
         self._unshard()
+        if first:
+            _start_unshard(self.forward_prefetch)
         return self._watch_inputs(args, kwargs) if first else (args, kwargs)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -203,25 +215,22 @@ class FSDPState:
             return
         self.training_state = TrainingState.PRE_BACKWARD
         self._queue_final_callback()
-        self._unshard()
-        self._prefetch_backward()
+        if self.unshard_in_backward:
+            self._unshard()
+        _start_unshard(self.backward_prefetch or self._ran_before())
 
-    def _prefetch_backward(self) -> None:
-        """Start the gather for the module that ran before this one, to overlap with this one's backward."""
+    def _ran_before(self) -> list[FSDPState]:
+        """The module whose forward ran before this one's: its backward is likely the next."""
         order = self.context.forward_order
         while order and order.pop() is not self:
             pass
-        if order:
-            for group in order[-1].groups:
-                group.unshard()
+        return [order[-1]] if order and order[-1].unshard_in_backward else []
 
     def post_backward(self) -> None:
         self.training_state = TrainingState.POST_BACKWARD
         for group in self.groups:
-            launched = group.reduce()
-            if launched:
-                self.context.finish_reductions()  # so that one reduction's buffers are in flight, not all
-            self.context.reductions.extend(launched)
+            self.context.reductions.extend(group.reduce())
+            self.context.settle_reductions(self.max_reductions_in_flight)
 
     def _queue_final_callback(self) -> None:
         if not self.context.callback_queued:
@@ -236,7 +245,7 @@ class FSDPState:
                 state.post_backward()  # its inputs required no gradient
             state.training_state = TrainingState.IDLE
             state._not_run = []
-        context.finish_reductions()
+        context.settle_reductions(in_flight=0)
         if context.is_last_backward:
             context.forward_order.clear()
         context.callback_queued = False
@@ -244,10 +253,10 @@ class FSDPState:
     def reset(self) -> None:
         """Forget an iteration that failed half way: see ``FSDPModule.reset_iter_state``."""
         context = self.context
-        while context.reductions:
-            reduction = context.reductions.popleft()
-            if reduction.work is not None:
-                reduction.work.wait()
+        for reduction in (*context.reductions, *context.all_reduces):
+            reduction.wait()
+        context.reductions.clear()
+        context.all_reduces.clear()
         for state in context.states:
             state.training_state = TrainingState.IDLE
             state._not_run = []
@@ -256,3 +265,10 @@ class FSDPState:
         context.forward_root = None
         context.forward_order.clear()
         context.callback_queued = False
+
+
+def _start_unshard(states: list[FSDPState]) -> None:
+    """Start the all-gathers of ``states`` without waiting, to overlap with compute."""
+    for state in states:
+        for group in state.groups:
+            group.unshard()

@@ -1,15 +1,16 @@
-"""``fully_shard`` and what it adds to a module."""
+"""``fully_shard``: from a module to a sharded one, all or nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .fsdp_module import FSDPModule, refresh, reshard, states_under
 from .fsdp_param_group import FSDPParamGroup
 from .fsdp_state import FSDPState
 from .mesh_info import default_mesh, device_of, mesh_info_of
@@ -86,8 +87,6 @@ def fully_shard(  # type: ignore[misc]
     modules = [module] if isinstance(module, nn.Module) else _without_descendants(module)
     _check_arguments(modules, reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
     mesh_info = mesh_info_of(mesh or default_mesh())
-    if mesh_info.replicate_mesh_dim is not None:
-        raise NotImplementedError(f"fully_shard over a 2D mesh has no implementation here yet; got {mesh}")
     device = device_of(mesh_info.mesh)
     params, buffers = _managed_tensors(modules, ignored_params or set())
     for param, name in params.items():
@@ -103,132 +102,6 @@ def fully_shard(  # type: ignore[misc]
         _become_fsdp_module(each, state)
     _adopt_descendants(state)
     return module
-
-
-class FSDPModule:
-    """What ``fully_shard`` adds to a module: sharding around its call, and the methods below.
-
-    ``fully_shard`` changes a module's class to a subclass of this one and of its own class.
-    """
-
-    _fsdp_state: FSDPState
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a module of the original class: code such as ``type(self)(...)`` in a container means a plain one."""
-        original = cls.__mro__[2]
-        instance = original.__new__(original)
-        instance.__init__(*args, **kwargs)
-        return instance
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Not hooks: torch.compile would run the root's hooks outside of its graph.
-        state = self._fsdp_state
-        args, kwargs = state.pre_forward(self, args, kwargs)  # type: ignore[arg-type]
-        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        return state.post_forward(self, output)  # type: ignore[arg-type]
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's parameters (not its FSDP submodules') and hand them to the module.
-
-        Args:
-            async_op: only start the all-gather; call ``wait`` on the returned handle before using the parameters.
-        """
-        handle = UnshardHandle(self._fsdp_state)
-        for group in self._fsdp_state.groups:
-            group.unshard()
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def reshard(self) -> None:
-        """Free this module's unsharded parameters (not its FSDP submodules')."""
-        for group in self._fsdp_state.groups:
-            group.reshard()
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients; if not, they accumulate unsharded in the reduce dtype."""
-        for state in self._states(recurse):
-            for group in state.groups:
-                group.reduce_grads = requires_gradient_sync
-
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether backward frees the unsharded parameters; keeping them spares the next forward's gather."""
-        for state in self._states(recurse):
-            for group in state.groups:
-                group.reshard_after_backward = reshard_after_backward
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether forward frees the unsharded parameters."""
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward).__name__}")
-        for state in self._states(recurse):
-            state.reshard_after_forward = reshard_after_forward
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last of this iteration."""
-        self._fsdp_state.context.is_last_backward = is_last_backward
-
-    def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: forget the iteration, so that the next one starts clean.
-
-        Raises:
-            RuntimeError: this is not the root.
-        """
-        if self._fsdp_state.context.root is not self._fsdp_state:
-            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
-        self._fsdp_state.reset()
-
-    def _states(self, recurse: bool) -> Iterator[FSDPState]:
-        yield from _states_under([self] if not recurse else self.modules())  # type: ignore[attr-defined, list-item]
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        # `.to(...)`, `to_empty` and friends must see sharded parameters, and give their data new storage.
-        states = list(self._states(recurse=True))
-        _reshard(states)
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        _refresh(states)
-        return result
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise RuntimeError(
-            "A module under fully_shard cannot be deep-copied: its parameters are tied to process groups. "
-            "Build a second model and load this one's state dict into it."
-        )
-
-
-class UnshardHandle:
-    """A gather started by :meth:`FSDPModule.unshard`."""
-
-    def __init__(self, state: FSDPState) -> None:
-        self._state = state
-
-    def wait(self) -> None:
-        """Wait for the gather and hand the unsharded parameters to the module."""
-        for group in self._state.groups:
-            group.wait_for_unshard()
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make calls of ``module.method_name`` unshard and reshard like calls of ``module`` itself.
-
-    Does nothing if ``module`` is not an :class:`FSDPModule`.
-
-    Raises:
-        ValueError: ``module`` has no such method.
-    """
-    if not isinstance(module, FSDPModule):
-        return
-    if not hasattr(module, method_name):
-        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
-    original = getattr(module, method_name).__func__
-
-    def with_transitions(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: FSDPState = self._fsdp_state  # type: ignore[assignment]
-        args, kwargs = state.pre_forward(self, args, kwargs)
-        return state.post_forward(self, original(self, *args, **kwargs))
-
-    setattr(module, method_name, with_transitions.__get__(module))
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
@@ -328,10 +201,10 @@ def _become_fsdp_module(module: nn.Module, state: FSDPState) -> None:
     module.__class__ = _fsdp_classes[original]
     module._fsdp_state = state
     # A state dict is made from, and loaded into, sharded parameters only.
-    module.register_state_dict_pre_hook(lambda *_: _reshard([state]))
-    module.register_load_state_dict_pre_hook(lambda *_: _reshard([state]))
+    module.register_state_dict_pre_hook(lambda *_: reshard([state]))
+    module.register_load_state_dict_pre_hook(lambda *_: reshard([state]))
     for owner in {owner: None for group in state.groups for param in group.params for owner, _ in param.owners}:
-        owner.register_load_state_dict_post_hook(lambda *_: _refresh([state]))
+        owner.register_load_state_dict_post_hook(lambda *_: refresh([state]))
 
 
 def _adopt_descendants(state: FSDPState) -> None:
@@ -341,31 +214,9 @@ def _adopt_descendants(state: FSDPState) -> None:
         for name, child in module.named_modules():
             names.setdefault(child, name)
     context = state.context
-    for below in _states_under(names):
+    for below in states_under(names):
         if below is not state:
             context.states.append(below)
             below.context = context
         for group in below.groups:
             group.set_names(names[below.modules[0]], names)
-
-
-def _states_under(modules: Iterable[nn.Module]) -> Iterator[FSDPState]:
-    """The state of each FSDP module among ``modules``, each once."""
-    seen: dict[int, FSDPState] = {}
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            seen.setdefault(id(module._fsdp_state), module._fsdp_state)
-    yield from seen.values()
-
-
-def _reshard(states: Iterable[FSDPState]) -> None:
-    for state in states:
-        for group in state.groups:
-            group.reshard()
-
-
-def _refresh(states: Iterable[FSDPState]) -> None:
-    for state in states:
-        for group in state.groups:
-            for param in group.params:
-                param.refresh_sharded_param()

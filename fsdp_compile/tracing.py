@@ -38,7 +38,7 @@ def warn_once(message: str) -> None:
 
 
 def tagged(recipe: str, phase: str) -> AbstractContextManager[None]:
-    """Graph nodes made inside, and the backward nodes of what is called inside, carry the recipe's tag and ``phase``."""
+    """Graph nodes made inside, and the backward nodes of calls inside, carry the recipe's tag and ``phase``."""
     return annotate(_annotation(recipe, phase))
 
 
@@ -47,26 +47,21 @@ def _annotation(recipe: str, phase: str) -> dict[str, Any]:
     return {"fsdp": {**json.loads(recipe)["tag"], "phase": phase}}
 
 
-def write_recipe(
-    tag: dict[str, Any],
-    rows: int,
-    padding: int,
-    compute_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    world: int,
-    group_name: str,
-) -> str:
-    """All that a graph needs to know to unshard one parameter, as one text.
+def write_recipe(**parts: Any) -> str:
+    """All that a graph needs to know to unshard one parameter and to reduce its gradient, as one text.
 
     As one text, because Dynamo then guards one string for each parameter; the numbers themselves would be guarded one
     by one, and become symbolic as soon as two modules of one class differ in them.
     """
-    dtypes = [str(dtype).removeprefix("torch.") for dtype in (compute_dtype, reduce_dtype)]
-    return json.dumps({"tag": tag, "unshard": [rows, padding, *dtypes, world, group_name]})
+    return json.dumps(parts, default=lambda dtype: str(dtype))
 
 
 @torch_compat.constant_while_tracing
-def read_recipe(recipe: str) -> tuple[int, int, torch.dtype, torch.dtype, int, str]:
-    """Rows of the parameter, padding rows of all ranks together, dtypes of gather and reduction, ranks, their group."""
-    rows, padding, compute_dtype, reduce_dtype, world, group_name = json.loads(recipe)["unshard"]
-    return rows, padding, getattr(torch, compute_dtype), getattr(torch, reduce_dtype), world, group_name
+def read_recipe(recipe: str, part: str) -> tuple[Any, ...]:
+    """One part of a recipe, a list of constants, with its dtypes as dtypes."""
+    values = json.loads(recipe)[part]
+    is_dtype = [isinstance(value, str) and value.startswith("torch.") for value in values]
+    return tuple(
+        getattr(torch, value.removeprefix("torch.")) if dtype else value
+        for value, dtype in zip(values, is_dtype, strict=True)
+    )

@@ -1,0 +1,225 @@
+"""What ``fully_shard`` adds to a module: its call with the transitions around it, and its methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.nn as nn
+
+from .fsdp_param_group import FSDPParamGroup
+from .fsdp_state import FSDPState
+
+
+class FSDPModule:
+    """What ``fully_shard`` adds to a module: sharding around its call, and the methods below.
+
+    ``fully_shard`` changes a module's class to a subclass of this one and of its own class.
+    """
+
+    _fsdp_state: FSDPState
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a module of the original class: code such as ``type(self)(...)`` in a container means a plain one."""
+        original = cls.__mro__[2]
+        instance = original.__new__(original)
+        instance.__init__(*args, **kwargs)
+        return instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Not hooks: torch.compile would run the root's hooks outside of its graph.
+        state = self._fsdp_state
+        args, kwargs = state.pre_forward(self, args, kwargs)  # type: ignore[arg-type]
+        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return state.post_forward(self, output)  # type: ignore[arg-type]
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's parameters (not its FSDP submodules') and hand them to the module.
+
+        Args:
+            async_op: only start the all-gather; call ``wait`` on the returned handle before using the parameters.
+        """
+        handle = UnshardHandle(self._fsdp_state)
+        for group in self._fsdp_state.groups:
+            group.unshard()
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's unsharded parameters (not its FSDP submodules')."""
+        for group in self._fsdp_state.groups:
+            group.reshard()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients; if not, they accumulate unsharded in the reduce dtype."""
+        for group in self._groups(recurse):
+            group.reduce_grads = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward also reduces over the replicas of a 2-D mesh; if not, the shards' sums wait on the params."""
+        for group in self._groups(recurse):
+            group.all_reduce_grads = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this module's summed gradients by ``factor`` instead of the number of data-parallel ranks."""
+        for group in self._groups(recurse=False):
+            for param in group.params:
+                param.gradient_divide_factor = factor
+                param.update_recipe()
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Reduce this module's gradients with sums only and divide separately, as some transports need."""
+        for group in self._groups(recurse=False):
+            for param in group.params:
+                param.force_sum_reduction = enable
+                param.update_recipe()
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters without a gradient are reduced as zeros, for when ranks use different parameters."""
+        for group in self._groups(recurse):
+            group.reduce_scatter_unused_params = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reduce-scatters, each with a buffer of its group's gradients, may be under way at once.
+
+        Raises:
+            TypeError, ValueError: not an int, or less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
+        for state in self._states(recurse):
+            state.max_reductions_in_flight = max_input_buffers
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Call ``hook`` with this module's flat reduced gradients, before they are divided and handed out."""
+        for group in self._groups(recurse=False):
+            group.all_reduce_hook = hook
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward gathers this module's parameters; not needed where it does not read them (embeddings)."""
+        self._fsdp_state.unshard_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Start the all-gathers of ``modules`` as soon as this module's own is done, in forward."""
+        self._fsdp_state.forward_prefetch = _states_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """In backward, start the all-gathers of ``modules``, instead of that of the module that ran before this one."""
+        self._fsdp_state.backward_prefetch = _states_of(modules)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether backward frees the unsharded parameters; keeping them spares the next forward's gather."""
+        for group in self._groups(recurse):
+            group.reshard_after_backward = reshard_after_backward
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether forward frees the unsharded parameters."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward).__name__}")
+        for state in self._states(recurse):
+            state.reshard_after_forward = reshard_after_forward
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last of this iteration."""
+        self._fsdp_state.context.is_last_backward = is_last_backward
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: forget the iteration, so that the next one starts clean.
+
+        Raises:
+            RuntimeError: this is not the root.
+        """
+        if self._fsdp_state.context.root is not self._fsdp_state:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        self._fsdp_state.reset()
+
+    def _states(self, recurse: bool) -> Iterator[FSDPState]:
+        yield from states_under([self] if not recurse else self.modules())  # type: ignore[attr-defined, list-item]
+
+    def _groups(self, recurse: bool) -> Iterator[FSDPParamGroup]:
+        for state in self._states(recurse):
+            yield from state.groups
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        # `.to(...)`, `to_empty` and friends must see sharded parameters, and give their data new storage.
+        states = list(self._states(recurse=True))
+        reshard(states)
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        refresh(states)
+        return result
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise RuntimeError(
+            "A module under fully_shard cannot be deep-copied: its parameters are tied to process groups. "
+            "Build a second model and load this one's state dict into it."
+        )
+
+
+class UnshardHandle:
+    """A gather started by :meth:`FSDPModule.unshard`."""
+
+    def __init__(self, state: FSDPState) -> None:
+        self._state = state
+
+    def wait(self) -> None:
+        """Wait for the gather and hand the unsharded parameters to the module."""
+        for group in self._state.groups:
+            group.wait_for_unshard()
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make calls of ``module.method_name`` unshard and reshard like calls of ``module`` itself.
+
+    Does nothing if ``module`` is not an :class:`FSDPModule`.
+
+    Raises:
+        ValueError: ``module`` has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+    original = getattr(module, method_name).__func__
+
+    def with_transitions(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: FSDPState = self._fsdp_state  # type: ignore[assignment]
+        args, kwargs = state.pre_forward(self, args, kwargs)
+        return state.post_forward(self, original(self, *args, **kwargs))
+
+    setattr(module, method_name, with_transitions.__get__(module))
+
+
+def _states_of(modules: list[FSDPModule]) -> list[FSDPState]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"expected FSDP modules, got {type(module).__name__}: apply fully_shard to it first")
+    return list(states_under(modules))  # type: ignore[arg-type]
+
+
+def states_under(modules: Iterable[nn.Module]) -> Iterator[FSDPState]:
+    """The state of each FSDP module among ``modules``, each once."""
+    seen: dict[int, FSDPState] = {}
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            seen.setdefault(id(module._fsdp_state), module._fsdp_state)
+    yield from seen.values()
+
+
+def reshard(states: Iterable[FSDPState]) -> None:
+    for state in states:
+        for group in state.groups:
+            group.reshard()
+
+
+def refresh(states: Iterable[FSDPState]) -> None:
+    for state in states:
+        for group in state.groups:
+            for param in group.params:
+                param.refresh_sharded_param()
