@@ -23,7 +23,7 @@ class FSDPModule:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the original class: code such as ``type(self)(...)`` in a container means a plain one."""
         original = cls.__mro__[2]
-        instance = original.__new__(original)
+        instance = original.__new__(original)  # type: ignore[call-overload]
         instance.__init__(*args, **kwargs)
         return instance
 
@@ -59,7 +59,7 @@ class FSDPModule:
             group.reduce_grads = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward also reduces over the replicas of a 2-D mesh; if not, the shards' sums wait on the params."""
+        """Whether backward also reduces over the replicas of a 2-D mesh; if not, gradients stay reduced over shards."""
         for group in self._groups(recurse):
             group.all_reduce_grads = requires_all_reduce
 

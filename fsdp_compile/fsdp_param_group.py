@@ -130,7 +130,7 @@ class FSDPParamGroup:
     def _grad_to_reduce(self, param: FSDPParam) -> torch.Tensor | None:
         grad = param.take_unsharded_grad()
         if grad is None and self.reduce_scatter_unused_params and param.sharded_param.requires_grad:
-            return torch.zeros(param.orig_size, dtype=param.reduce_dtype, device=self.device)
+            return torch.zeros(param.orig_size, dtype=param.reduce_dtype, device=param.device)
         return grad
 
     def _route(self, param: FSDPParam) -> Route:

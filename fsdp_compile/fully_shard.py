@@ -199,7 +199,7 @@ def _become_fsdp_module(module: nn.Module, state: FSDPState) -> None:
     if original not in _fsdp_classes:
         _fsdp_classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
     module.__class__ = _fsdp_classes[original]
-    module._fsdp_state = state
+    module._fsdp_state = state  # type: ignore[assignment]
     # A state dict is made from, and loaded into, sharded parameters only.
     module.register_state_dict_pre_hook(lambda *_: reshard([state]))
     module.register_load_state_dict_pre_hook(lambda *_: reshard([state]))
