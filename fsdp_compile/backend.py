@@ -7,107 +7,164 @@
   bit what eager computes. For debugging and for parity tests.
 
 Any other backend does not run the passes. The state machine then emits no free, and results are right all the same.
+
+    Dynamo ─ graph ─ AOTAutograd ─┬─ joint graph ─ JointPass ─ Partitioner ─┬─ forward graph ── compile
+                                  │                                         └─ backward graph ─ compile
+                                  └─ graph without backward ─ JointPass ──────────────────────── compile
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule
 
 from . import passes, torch_compat
+from .passes import PassContext
+
+_context = PassContext()
 
 
-class _JointPass(torch_compat.CustomGraphPass):
-    """Inductor's hook on the joint graph; on graphs without backward, too."""
+def configure(**choices: Any) -> None:
+    """Change the configuration of the passes for what is compiled from now on; see ``PassConfig`` for the choices."""
+    _context.config = replace(_context.config, **choices)
+
+
+@contextmanager
+def observed(observer: passes.Observer) -> Iterator[list[passes.Report]]:
+    """Show every graph to ``observer`` (its stage, the graph), before and after the passes, while inside; for tests.
+
+    A compile that is served from a cache runs no passes. Yields the list of the reports of all passes.
+    """
+    outer, _context.observer, _context.reports = _context.observer, observer, []
+    try:
+        yield _context.reports
+    finally:
+        _context.observer = outer
+
+
+def run_joint_hook(graph: Graph) -> None:
+    """Run the passes on what AOTAutograd traced, be it a joint graph or one without backward."""
+    if passes.has_backward(graph):
+        passes.run_joint(graph, _context)
+    else:
+        passes.run_inference(graph, _context)
+    assert graph.owning_module is not None
+    _note_tags(graph.owning_module)
+
+
+def partition(
+    partitioner: Callable[..., Any], joint: GraphModule, inputs: Sequence[Any], **kwargs: Any
+) -> tuple[GraphModule, GraphModule]:
+    """Split a joint graph, and run the passes on both parts."""
+    passes.run_joint(joint.graph, _context)  # again under Inductor, whose own passes may have made unmarked views
+    # A module that runs twice gathers twice, with a free in between. Merging the two would hold the parameters so long.
+    with torch_compat.no_common_subexpressions() if passes.gathers_repeat(joint.graph) else nullcontext():
+        forward, backward = partitioner(joint, inputs, **kwargs)
+    passes.run_forward(forward.graph, _context)
+    passes.run_backward(backward.graph, _context)
+    for part in (forward, backward):
+        _note_tags(part)
+        part.recompile()
+    return forward, backward
+
+
+def _note_tags(module: GraphModule) -> None:
+    """Inductor's cache key covers a graph's text and its module's ``meta``, but not the tags in the nodes' ``meta``."""
+    module.meta["fsdp_tags"] = passes.tag_digest(module.graph.nodes)
+
+
+# -- Inductor ---------------------------------------------------------------------------------------------------------
+
+
+class JointPass(torch_compat.CustomGraphPass):
+    """Inductor's hook on what AOTAutograd traced."""
 
     def __call__(self, graph: Graph) -> None:
-        passes.run_joint(graph)
+        run_joint_hook(graph)
 
     def uuid(self) -> bytes:
-        return _uuid()
+        return _cache_key()
 
 
-class _PartitionedPass(torch_compat.CustomGraphPass):
-    """Inductor's hook on a forward or a backward graph."""
+class Partitioner(torch_compat.CustomPartitionerFn):
+    """Inductor's hook that splits a joint graph; wraps the user's own, or Inductor's."""
 
-    def __call__(self, graph: Graph) -> None:
-        passes.run_partitioned(graph)
+    def __init__(self, inner: Any = None) -> None:
+        self.inner = inner
 
-    def uuid(self) -> bytes:
-        return _uuid()
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        return partition(self.inner or torch_compat.min_cut_partition, gm, joint_inputs, **kwargs)
 
-
-def _uuid() -> bytes:
-    """Part of the key of Inductor's caches: what the passes are. What they see, tags included, is in the graph."""
-    return hashlib.sha256(b"fsdp_compile" + passes.source_hash()).digest()
+    def uuid(self) -> Any:
+        return _cache_key(), self.inner.uuid() if self.inner else None
 
 
-_INDUCTOR_HOOKS = {"joint_custom_pre_pass": _JointPass(), "post_grad_custom_post_pass": _PartitionedPass()}
+def _cache_key() -> bytes:
+    """What a compiled graph depends on beside its own text, as keys of compile caches need it."""
+    return _context.config.digest() + passes.tag_digest(torch_compat.nodes_of_trace())
+
+
+_joint_pass = JointPass()
 
 
 def install_into(compiler_fn: Any) -> None:
     """Add our passes to a ``torch.compile(backend="inductor")`` that is about to compile; others are left alone.
 
     They run after any pass the user has set, in ``torch.compile(options=...)`` or in Inductor's global configuration.
+    May be called again.
     """
-    wrapper = torch_compat.innermost_backend(compiler_fn)
-    if not torch_compat.is_inductor(wrapper):
+    backend = torch_compat.innermost_backend(compiler_fn)
+    if not torch_compat.is_inductor(backend) or passes_will_run(backend):
         return
-    for hook, ours in _INDUCTOR_HOOKS.items():
-        wrapper.config[hook] = _chain(wrapper.config.get(hook, torch_compat.inductor_config(hook)), ours)
-
-
-def _chain(existing: Any, ours: Any) -> Any:
-    users = [] if existing is None else [*existing] if isinstance(existing, (list, tuple)) else [existing]
-    return [*(each for each in users if each is not ours), ours]
+    before = _setting(backend, "joint_custom_pre_pass")
+    users = [] if before is None else [*before] if isinstance(before, (list, tuple)) else [before]
+    backend.config["joint_custom_pre_pass"] = [*users, _joint_pass]
+    backend.config["custom_partitioner_fn"] = Partitioner(_setting(backend, "custom_partitioner_fn"))
 
 
 def passes_will_run(compiler_fn: Any) -> bool:
     """Whether graphs given to this backend go through our passes."""
     backend = torch_compat.innermost_backend(compiler_fn)
     if torch_compat.is_inductor(backend):
-        return all(ours in (backend.config.get(hook) or []) for hook, ours in _INDUCTOR_HOOKS.items())
-    return getattr(backend, "runs_fsdp_passes", False)
+        return isinstance(backend.config.get("custom_partitioner_fn"), Partitioner)
+    return backend in (fsdp_eager, fsdp)
+
+
+def _setting(backend: Any, name: str) -> Any:
+    """The user's setting: an option of this ``torch.compile`` call, else Inductor's global one."""
+    return backend.config.get(name, torch_compat.inductor_config(name))
+
+
+# -- registered backends ----------------------------------------------------------------------------------------------
 
 
 def fsdp_eager(module: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
     """Backend ``"fsdp_eager"``: our passes on AOTAutograd's graphs, which then run without code generation."""
-
-    def partition(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        passes.run_joint(joint.graph)
-        joint.recompile()
-        return torch_compat.min_cut_partition(joint, joint_inputs, **kwargs)
-
-    def infer(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        passes.run_joint(graph.graph)
-        return run(graph, "inference")
-
-    def run(graph: GraphModule, name: str) -> Callable[..., Any]:
-        passes.run_partitioned(graph.graph, name)
-        return torch_compat.boxed(graph)
-
     return torch_compat.aot_autograd(
         module,
         inputs,
-        forward=lambda graph, _: run(graph, "forward"),
-        backward=lambda graph, _: run(graph, "backward"),
-        inference=infer,
-        partition=partition,
+        compiler=lambda graph, _: torch_compat.boxed(graph),
+        inference_compiler=_infer,
+        partitioner=lambda *args, **kwargs: partition(torch_compat.min_cut_partition, *args, **kwargs),
     )
+
+
+def _infer(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    run_joint_hook(graph.graph)
+    return torch_compat.boxed(graph)
 
 
 def fsdp(module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """Backend ``"fsdp"``: Inductor with our passes; takes Inductor's ``options`` and ``mode``."""
-    wrapper = torch_compat.inductor_backend(**kwargs)
-    install_into(wrapper)
-    return wrapper(module, inputs)
+    backend = torch_compat.inductor_backend(**kwargs)
+    install_into(backend)
+    with torch_compat.caching_of_autograd_functions():
+        return backend(module, inputs)
 
 
-fsdp_eager.runs_fsdp_passes = True  # type: ignore[attr-defined]
-fsdp.runs_fsdp_passes = True  # type: ignore[attr-defined]
 torch_compat.register_backend("fsdp_eager", fsdp_eager)
 torch_compat.register_backend("fsdp", fsdp)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass  # a pass whose results may be cached
+from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn  # the same for a partitioner
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
@@ -161,13 +164,47 @@ def aot_autograd(
     module: GraphModule,
     inputs: Sequence[Any],
     *,
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    inference: Callable[..., Any],
-    partition: Callable[..., Any],
+    compiler: Callable[..., Any],
+    inference_compiler: Callable[..., Any],
+    partitioner: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """AOTAutograd with a compiler for each kind of graph; the public wrapper is for backends of one function."""
+    """AOTAutograd with a partitioner of ours; the public wrapper is for backends of one function."""
     from torch._dynamo.backends.common import aot_autograd as make
 
-    compiled = make(fw_compiler=forward, bw_compiler=backward, inference_compiler=inference, partition_fn=partition)
+    compiled = make(fw_compiler=compiler, inference_compiler=inference_compiler, partition_fn=partitioner)
     return compiled(module, inputs)
+
+
+def nodes_of_trace() -> list[Node]:
+    """The nodes of the graph that Dynamo is tracing, or has just given to its backend; else none."""
+    from torch._dynamo.symbolic_convert import tls
+
+    tx = getattr(tls, "current_tx", None)
+    return list(tx.output.graph.nodes) if tx else []
+
+
+def caching_of_autograd_functions() -> AbstractContextManager[Any]:
+    """Inside, AOTAutograd caches graphs that contain custom autograd functions.
+
+    By default it does not: its key covers what Dynamo traced of the function, but not what the function's author may
+    do otherwise. Ours does nothing otherwise, as long as tags are part of the key.
+    """
+    return functorch_config.patch(autograd_cache_allow_custom_autograd_functions=True)
+
+
+def no_common_subexpressions() -> AbstractContextManager[Any]:
+    """Inside, the partitioner does not merge equal nodes."""
+    return functorch_config.patch(cse=False)
+
+
+# -- counters ---------------------------------------------------------------------------------------------------------
+
+
+def dynamo_counts() -> tuple[int, int, int]:
+    """Graphs, graph breaks and recompiles since ``torch.compiler.reset``; no public API counts them."""
+    from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
+    from torch._dynamo.utils import counters
+
+    graph_breaks = sum(counters["graph_break"].values())
+    recompiles = sum(count - 1 for count in FRAME_COMPILE_COUNTER.values())
+    return counters["stats"]["unique_graphs"], graph_breaks, recompiles

@@ -1,59 +1,80 @@
-"""The pass pipeline, in order.
+"""The pass pipelines, in order.
 
 On the joint graph of forward and backward, before the compiler partitions it:
 
 1. ``regather``: what is freed after forward is gathered again in the backward.
 
-On the forward graph and on the backward graph, after partitioning:
+On the forward graph and on the backward graph, after partitioning, and on a graph that has no backward:
 
 2. ``bucket``: one gather and one reduction for each group and run of its module.
 
-A pass changes a graph in place, leaves it lint-clean and in topological order, does nothing when run again, and reads
-tags only (``graph_view``): it serves any graph whose nodes are tagged so, whoever traced it. Nothing in here imports
-the runtime.
+A pass is a function ``(graph, context) -> report``. It changes the graph in place, leaves it lint-clean and in
+topological order, does nothing when run again, and reads tags only (``graph_view``): it serves any graph whose nodes
+are tagged so, whoever traced it. Nothing in here imports the runtime.
+
+Around the passes: ``context`` (what they are told and report), ``graph_view`` (what they read), ``order`` (topological
+order), ``skeleton`` (prints a graph's communication for people), ``torch_compat`` (private torch APIs).
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
 from torch.fx import Graph
 
 from .bucket import bucket
+from .context import Observer, PassConfig, PassContext, Report, Traffic
+from .graph_view import gathers_repeat, has_backward, tag_digest
 from .regather import regather
 from .skeleton import print_skeleton
 
-__all__ = ["bucket", "observers", "print_skeleton", "regather", "run_joint", "run_partitioned", "source_hash"]
+__all__ = [
+    "Observer",
+    "PassConfig",
+    "PassContext",
+    "Report",
+    "Traffic",
+    "bucket",
+    "gathers_repeat",
+    "has_backward",
+    "print_skeleton",
+    "regather",
+    "run_backward",
+    "run_forward",
+    "run_inference",
+    "run_joint",
+    "tag_digest",
+]
 
-Observer = Callable[[str, Graph], None]
-
-observers: list[Observer] = []  # called with a stage's name and its graph, before and after the passes on it
-
-
-def run_joint(graph: Graph) -> None:
-    """Run the passes on a joint graph, or on an inference graph that has no backward."""
-    _observe("joint before", graph)
-    regather(graph)
-    _observe("joint after", graph)
-
-
-def run_partitioned(graph: Graph, name: str = "partitioned") -> None:
-    """Run the passes on a forward or on a backward graph."""
-    _observe(f"{name} before", graph)
-    bucket(graph)
-    _observe(f"{name} after", graph)
-
-
-def source_hash() -> bytes:
-    """Hash of the source of all passes, for the keys of compile caches: another source means another result."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.digest()
+Pass = Callable[[Graph, PassContext], Report]
 
 
-def _observe(stage: str, graph: Graph) -> None:
-    for observer in list(observers):
-        observer(stage, graph)
+def run_joint(graph: Graph, context: PassContext) -> None:
+    """Run the passes on a joint graph of forward and backward."""
+    _run("joint", (regather,), graph, context)
+
+
+def run_forward(graph: Graph, context: PassContext) -> None:
+    """Run the passes on a forward graph, partitioned from a joint graph."""
+    _run("forward", _after_partitioning(context), graph, context)
+
+
+def run_backward(graph: Graph, context: PassContext) -> None:
+    """Run the passes on a backward graph, partitioned from a joint graph."""
+    _run("backward", _after_partitioning(context), graph, context)
+
+
+def run_inference(graph: Graph, context: PassContext) -> None:
+    """Run the passes on a graph that has no backward."""
+    _run("inference", (regather, *_after_partitioning(context)), graph, context)
+
+
+def _after_partitioning(context: PassContext) -> tuple[Pass, ...]:
+    return (bucket,) if context.config.bucket else ()
+
+
+def _run(stage: str, pipeline: Iterable[Pass], graph: Graph, context: PassContext) -> None:
+    context.observe(f"{stage} before", graph)
+    for each in pipeline:
+        context.reports.append(each(graph, context))
+    context.observe(f"{stage} after", graph)

@@ -2,52 +2,63 @@
 
 Gathers become one coalesced gather straight into each parameter's own output, with no copy in or out:
 
-        a ─ gather ─ wait             a ─┐           ┌─ wait
-        b ─ gather ─ wait     ->      b ─┴─ gather ──┴─ wait
+        a ─ gather ─ wait             a ─┐            ┌─ wait
+        b ─ gather ─ wait     ->      b ─┴─ gather ───┴─ wait
 
 Reductions become one reduce-scatter of a flat tensor of shape (world size, padded shard numels), the layout of the
 eager executor, so that each element is summed in the same order and the bits are equal:
 
-        g ─ reduce ─ wait             g ─ view ─┐                  ┌─ view
-        h ─ reduce ─ wait     ->      h ─ view ─┴─ cat ─ reduce ─ wait ─ split ─┴─ view
+        g ─ reduce ─ wait             g ─ view ─┐                         ┌─ view
+        h ─ reduce ─ wait     ->      h ─ view ─┴─ cat ─ reduce ─ wait ───┴─ view
+
+Both in the order of the parameters in their group. The graph is in topological order before and after each merge, so
+"earlier in the graph" bounds every search for dependences: a merge costs no more than the stretch that it spans.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import torch
 from torch.fx import Graph, Node
 
-from .graph_view import WAIT, Collective, Tag, ancestors_made_by, gathers, reductions, set_tag
-from .order import sort_stably
+from .context import PassContext, Report, Traffic
+from .graph_view import WAIT, Collective, Tag, gathers, reductions, set_tag
 from .torch_compat import c10d, emit
 
 aten = torch.ops.aten
 
 
-def bucket(graph: Graph) -> int:
+def bucket(graph: Graph, context: PassContext) -> Report:
     """Merge the collectives of each group: one gather and one reduction for each time its module runs.
 
-    Only collectives on one process group, and reductions of one kind and dtype, are merged. A module that runs k times
-    has k gathers of each parameter; the i-th of each make up bucket i.
+    Only collectives on one process group are merged, and reductions only if of one kind and dtype. A module that runs
+    k times has k gathers of each parameter; the i-th of each make up bucket i. A bucket of gathers takes the place of
+    its first member, a bucket of reductions that of its last. Members of which one is computed from another stay
+    apart.
 
-    Returns:
-        The number of buckets made. A second run makes none.
+    Args:
+        graph: forward or backward graph, or a graph without backward; not a joint graph, whose gathers must stay apart
+            because the backward may need other parameters than the forward.
+        context: shared by the passes.
     """
+    before = Traffic.of(graph)
     made = 0
-    for members in _buckets(gathers(graph), _gather_key):
-        _merge_gathers(graph, members)
-        made += 1
-    dependents = _dependents(graph)
-    for members in _buckets((r for r in reductions(graph) if r.start not in dependents), _reduction_key):
-        _merge_reductions(graph, members)
-        made += 1
+    for candidates in _buckets(gathers(graph), _gather_key):
+        for members in _independent(candidates):
+            _merge_gathers(graph, members)
+            made += 1
+    for candidates in _buckets(reductions(graph), _reduction_key):
+        for members in _independent(candidates):
+            _merge_reductions(graph, members)
+            made += 1
     if made:
-        sort_stably(graph)
         graph.lint()
-    return made
+    return Report("bucket", made, before, Traffic.of(graph))
+
+
+# -- which belong together --------------------------------------------------------------------------------------------
 
 
 def _gather_key(gather: Collective) -> tuple[Hashable, ...]:
@@ -55,25 +66,53 @@ def _gather_key(gather: Collective) -> tuple[Hashable, ...]:
 
 
 def _reduction_key(reduction: Collective) -> tuple[Hashable, ...]:
-    kind = reduction.start.args[1]
     where = (reduction.tag.group, reduction.process_group, reduction.world_size)
-    return *where, kind, *reduction.dtypes  # type: ignore[return-value]
+    return *where, str(reduction.start.args[1]), *reduction.dtypes
 
 
-def _buckets(
-    collectives: Iterable[Collective], key_of: Callable[[Collective], Hashable]
-) -> list[list[Collective]]:
-    """Group single-parameter collectives by key and occurrence; only groups worth merging, in graph order."""
-    seen: dict[Hashable, int] = {}
+def _buckets(collectives: Iterable[Collective], key_of: Callable[[Collective], Hashable]) -> list[list[Collective]]:
+    """Single-parameter collectives by key and occurrence, each list and all lists in graph order."""
+    occurrences: dict[Hashable, int] = {}
     buckets: dict[Hashable, list[Collective]] = {}
     for collective in collectives:
-        if len(collective.tag.params) != 1:
+        if len(collective.tag.params) != 1 or len(collective.waits) != 1:
             continue  # a bucket already
-        key = key_of(collective)
-        occurrence = seen.setdefault((key, collective.tag.params), 0)
-        seen[key, collective.tag.params] += 1
-        buckets.setdefault((key, occurrence), []).append(collective)
-    return [sorted(members, key=lambda c: c.tag.index) for members in buckets.values() if len(members) > 1]
+        key = (key_of(collective), collective.tag.params)
+        occurrences[key] = occurrences.get(key, -1) + 1
+        buckets.setdefault((key[0], occurrences[key]), []).append(collective)
+    return list(buckets.values())
+
+
+def _independent(candidates: list[Collective]) -> Iterator[list[Collective]]:
+    """Parts of a bucket, of two or more members, none computed from another: merging those would make a cycle.
+
+    The caller merges each part before it asks for the next, because merging makes new dependences.
+    """
+    while len(candidates) > 1:
+        part = [candidates[0]]
+        rest: list[Collective] = []
+        for candidate in candidates[1:]:
+            needed = _ancestors(candidate.start, part[0].start)
+            (rest if any(member.start in needed for member in part) else part).append(candidate)
+        candidates = rest
+        if len(part) > 1:
+            yield part
+
+
+def _ancestors(node: Node, first: Node) -> dict[Node, None]:
+    """What ``node`` is computed from, as far as it is not earlier in the graph than ``first``."""
+    found: dict[Node, None] = {}
+    stack = [node]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in found and not source < first:
+                found[source] = None
+                stack.append(source)
+    return found
+
+
+def _in_group_order(members: list[Collective]) -> list[Collective]:
+    return sorted(members, key=lambda member: member.tag.index)
 
 
 def _joint_tag(members: list[Collective]) -> Tag:
@@ -86,21 +125,18 @@ def _joint_tag(members: list[Collective]) -> Tag:
 
 
 def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    earliest = min((member.start for member in members), key=position.__getitem__)
-    for member in members:
-        for node in ancestors_made_by(member.inputs[0], "unshard"):  # casts and pads of shards: they can always move up
-            if position[node] > position[earliest]:
-                earliest.prepend(node)
-    tag = _joint_tag(members)
-    first = members[0]
-    with graph.inserting_before(earliest):
+    first = members[0].start
+    needed = {node: None for member in members for node in _ancestors(member.start, first)}
+    for node in sorted(needed):  # casts and pads of shards, so they can move up
+        first.prepend(node)
+    members = _in_group_order(members)
+    tag, world, process_group = _joint_tag(members), members[0].world_size, members[0].process_group
+    with graph.inserting_before(first):
         inputs = [member.inputs[0] for member in members]
-        coalesced = c10d.all_gather_into_tensor_coalesced.default
-        start = emit(graph, coalesced, inputs, first.world_size, first.process_group)
-        set_tag(start, tag)
+        start = emit(graph, c10d.all_gather_into_tensor_coalesced.default, inputs, world, process_group)
         outputs = [emit(graph, operator.getitem, start, i) for i in range(len(members))]
         waits = [emit(graph, WAIT, output) for output in outputs]
+    set_tag(start, tag)
     for member, output, wait in zip(members, outputs, waits, strict=True):
         set_tag(output, member.tag)
         set_tag(wait, member.tag)
@@ -110,9 +146,6 @@ def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
 def _replace(graph: Graph, member: Collective, result: Node) -> None:
     """Use ``result`` in place of what ``member`` waited for, and remove ``member``."""
     (wait,) = member.waits
-    for key in ("recompute", "ac_graph_id", "partitioner_tag"):
-        if key in wait.meta:
-            result.meta[key] = wait.meta[key]
     wait.replace_all_uses_with(result)
     graph.erase_node(wait)
     graph.erase_node(member.start)
@@ -121,39 +154,45 @@ def _replace(graph: Graph, member: Collective, result: Node) -> None:
 # -- reductions -------------------------------------------------------------------------------------------------------
 
 
-def _dependents(graph: Graph) -> set[Node]:
-    """All nodes computed from the result of a reduction. Merging one of them with others could make a cycle."""
-    found: set[Node] = set()
-    stack = [user for reduction in reductions(graph) for user in reduction.start.users]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.users
-    return found
-
-
 def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    last = max((member.start for member in members), key=position.__getitem__)
+    last = members[-1].start
+    _move_users_behind(members, last)
+    members = _in_group_order(members)
     tag = _joint_tag(members)
     kind, world, process_group = members[0].start.args[1:]
-    shapes = [list(member.start.meta["val"].shape) for member in members]
+    outputs = [member.start.meta["val"] for member in members]
+    numels = [output.numel() for output in outputs]
     with graph.inserting_before(last):
-        rows = [emit(graph, aten.reshape.default, member.inputs[0], [world, -1]) for member in members]
+        rows = [
+            emit(graph, aten.reshape.default, member.inputs[0], [world, numel])
+            for member, numel in zip(members, numels, strict=True)
+        ]
         packed = emit(graph, aten.cat.default, rows, 1)
         flat = emit(graph, aten.reshape.default, packed, [-1])
         start = emit(graph, c10d.reduce_scatter_tensor.default, flat, kind, world, process_group)
         wait = emit(graph, WAIT, start)
-        numels = [row.meta["val"].shape[1] for row in rows]
-        parts = emit(graph, aten.split_with_sizes.default, wait, numels)
-        pieces = [emit(graph, operator.getitem, parts, i) for i in range(len(members))]
-        shards = [emit(graph, aten.reshape.default, piece, shape) for piece, shape in zip(pieces, shapes, strict=True)]
-    for node in (*rows, packed, flat, start, wait, parts):
+        split = emit(graph, aten.split_with_sizes.default, wait, numels)
+        parts = [emit(graph, operator.getitem, split, i) for i in range(len(members))]
+        shards = [
+            emit(graph, aten.reshape.default, part, list(output.shape))
+            for part, output in zip(parts, outputs, strict=True)
+        ]
+    for node in (*rows, packed, flat, start, wait, split):
         set_tag(node, tag)
-    for member, piece, shard in zip(members, pieces, shards, strict=True):
-        set_tag(piece, member.tag)
+    for member, part, shard in zip(members, parts, shards, strict=True):
+        set_tag(part, member.tag)
         set_tag(shard, member.tag)
         _replace(graph, member, shard)
 
 
+def _move_users_behind(members: list[Collective], last: Node) -> None:
+    """Move what is computed from the members' results, and comes before ``last``, behind it, in the same order."""
+    waits = {wait for member in members for wait in member.waits}
+    late: dict[Node, None] = {}
+    node = members[0].start
+    while node is not last:
+        if any(source in waits or source in late for source in node.all_input_nodes):
+            late[node] = None
+        node = node.next
+    for node in reversed(late):
+        last.append(node)

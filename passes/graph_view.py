@@ -1,15 +1,20 @@
 """Reads from a graph's tags which collectives belong to which parameters.
 
-        placeholder ─ [cast] ─ [pad] ─ START ─ WAIT ─ [slice] ─ uses ... RESIZE(0)         a gather and its free
-        gradient ─ [cast] ─ [pad] ─ START ─ WAIT ─ [slice] ─ [cast] ─ output                   a reduction
+    placeholder ─ [cast] ─ [pad] ─ START ─ WAIT ─ [slice] ─ uses ... RESIZE(0)          a gather and its free
+    gradient ─ [cast] ─ [pad] ─ START ─ WAIT ─ [cast] ─ output                          a reduction
 
-The runtime tags the nodes of each transition: ``node.meta["custom"]["fsdp"]`` is a dict with the ``group`` (an int), its
-``name``, the names ``params`` with their ``index`` in the group, and the ``phase``: unshard, reshard or reduce.
+    placeholder ─ [cast] ─┐                ┌─ getitem ─ WAIT ─ [slice] ─ uses
+    placeholder ─ [cast] ─┴─ START (many) ─┴─ getitem ─ WAIT ─ [slice] ─ uses           a bucket of gathers
+
+The runtime tags the nodes of each transition: ``node.meta["custom"]["fsdp"]`` is a dict with the ``group`` (an int),
+its ``name``, the names ``params`` with their ``index`` in the group, and the ``phase``: unshard, reshard or reduce. A
+pass tags the nodes that it makes in the same way. Nothing here looks at the names or the shapes of nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +26,15 @@ from .torch_compat import RESIZE, c10d, is_alias
 GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default)
 REDUCTIONS = (c10d.reduce_scatter_tensor.default,)
 WAIT = c10d.wait_tensor.default
+
+UNSHARD, RESHARD, REDUCE = "unshard", "reshard", "reduce"  # the phases
+
+# Operations that copy all of their input's data and do nothing else.
+COPIES = (
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.clone.default,
+    torch.ops.prims.convert_element_type.default,
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,7 @@ class Tag:
     phase: str
 
     def as_meta(self) -> dict[str, Any]:
+        """The form that is kept in ``node.meta``."""
         return {**vars(self)}
 
 
@@ -58,12 +73,22 @@ class Collective:
     start: Node
 
     @property
+    def is_gather(self) -> bool:
+        return self.start.target in GATHERS
+
+    @property
+    def inputs(self) -> list[Node]:
+        """What this rank sends: one node, or one for each member of a coalesced gather."""
+        source = self.start.args[0]
+        return list(source) if isinstance(source, (list, tuple)) else [source]  # type: ignore[list-item, arg-type]
+
+    @property
     def waits(self) -> list[Node]:
         """The wait of each output, in order of the outputs."""
+        outputs = [self.start]
         if self.start.target is c10d.all_gather_into_tensor_coalesced.default:
-            items = sorted(self.start.users, key=lambda item: item.args[1])  # type: ignore[arg-type, return-value]
-            return [user for item in items for user in item.users if user.target is WAIT]
-        return [user for user in self.start.users if user.target is WAIT]
+            outputs = sorted(self.start.users, key=lambda item: item.args[1])  # type: ignore[arg-type, return-value]
+        return [user for output in outputs for user in output.users if user.target is WAIT]
 
     @property
     def world_size(self) -> int:
@@ -74,18 +99,59 @@ class Collective:
         return str(self.start.args[-1])
 
     @property
-    def inputs(self) -> list[Node]:
-        source = self.start.args[0]
-        return list(source) if isinstance(source, (list, tuple)) else [source]  # type: ignore[list-item, arg-type]
-
-    @property
     def dtypes(self) -> list[torch.dtype]:
+        """Of each input."""
         return [node.meta["val"].dtype for node in self.inputs]
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of this rank's inputs."""
-        return sum(int(v.numel()) * v.itemsize for v in (node.meta["val"] for node in self.inputs))
+        """Bytes of this rank's inputs, padding included."""
+        return sum(int(value.numel()) * value.itemsize for value in (node.meta["val"] for node in self.inputs))
+
+    @property
+    def params(self) -> list[GatheredParam]:
+        """Of a gather: each parameter that it brings, in order of the outputs."""
+        return [
+            GatheredParam(Tag(self.tag.group, self.tag.name, (name,), (index,), self.tag.phase), source, wait)
+            for name, index, source, wait in zip(
+                self.tag.params, self.tag.index, self.inputs, self.waits, strict=True
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class GatheredParam:
+    """One parameter's way through a gather.
+
+    Attributes:
+        tag: names this parameter alone.
+        input: what the collective takes of it.
+        wait: its gathered data, padding included.
+    """
+
+    tag: Tag
+    input: Node
+    wait: Node
+
+    @property
+    def chain(self) -> list[Node]:
+        """The cast and pad between the sharded data and the collective; may be empty."""
+        return made_by(self.input, UNSHARD)
+
+    @property
+    def unsharded(self) -> Node:
+        """The gathered data without the padding: what compute reads."""
+        at = self.wait
+        while True:
+            after = [user for user in at.users if is_alias(user) and _phase(user) == UNSHARD]
+            if len(after) != 1:
+                return at
+            at = after[0]
+
+    @property
+    def aliases(self) -> list[Node]:
+        """All nodes that share the gathered memory."""
+        return aliases_of(self.wait)
 
 
 def gathers(graph: Graph) -> Iterator[Collective]:
@@ -120,23 +186,20 @@ def alias_root(node: Node) -> Node:
 
 def aliases_of(root: Node) -> list[Node]:
     """``root`` and all views of its memory, in order of discovery."""
-    found = {root: None}
-    stack = [root]
-    while stack:
-        for user in stack.pop().users:
-            if user not in found and is_alias(user):
-                found[user] = None
-                stack.append(user)
-    return list(found)
+    return _closure(root, is_alias)
 
 
-def ancestors_made_by(node: Node, phase: str) -> list[Node]:
+def same_data_as(root: Node) -> list[Node]:
+    """``root``, its views and its mere copies (casts, transposed copies), and theirs in turn."""
+    return _closure(root, lambda user: is_alias(user) or user.target in COPIES)
+
+
+def made_by(node: Node, phase: str) -> list[Node]:
     """``node`` and the nodes it is computed from, as far as transitions of ``phase`` made them; inputs come first."""
     chain: dict[Node, None] = {}
 
     def visit(at: Node) -> None:
-        tag = tag_of(at)
-        if at in chain or at.op == "placeholder" or tag is None or tag.phase != phase:
+        if at in chain or at.op == "placeholder" or _phase(at) != phase:
             return
         for source in at.all_input_nodes:
             visit(source)
@@ -144,3 +207,45 @@ def ancestors_made_by(node: Node, phase: str) -> list[Node]:
 
     visit(node)
     return list(chain)
+
+
+def has_backward(graph: Graph) -> bool:
+    """Whether this is a joint graph of forward and backward, or a backward graph: it takes gradients of outputs."""
+    return any(node.op == "placeholder" and "tangents" in str(node.target) for node in graph.nodes)
+
+
+def gathers_repeat(graph: Graph) -> bool:
+    """Whether some parameter is gathered more than once, because its module runs more than once."""
+    names = [(gather.tag.group, name) for gather in gathers(graph) for name in gather.tag.params]
+    return len(names) > len(set(names))
+
+
+def tag_digest(nodes: Iterable[Node]) -> bytes:
+    """Hash of which nodes carry which tags, for keys of compile caches: a graph's text does not show its tags.
+
+    Groups are numbered anew by first appearance, so that it does not matter what a process has built before.
+    """
+    numbers: dict[int, int] = {}
+    digest = hashlib.sha256()
+    for position, node in enumerate(nodes):
+        tag = tag_of(node)
+        if tag is not None:
+            group = numbers.setdefault(tag.group, len(numbers))
+            digest.update(repr((position, group, tag.name, tag.params, tag.index, tag.phase)).encode())
+    return digest.digest()
+
+
+def _phase(node: Node) -> str | None:
+    tag = tag_of(node)
+    return tag.phase if tag else None
+
+
+def _closure(root: Node, belongs: Any) -> list[Node]:
+    found = {root: None}
+    stack = [root]
+    while stack:
+        for user in stack.pop().users:
+            if user not in found and belongs(user):
+                found[user] = None
+                stack.append(user)
+    return list(found)

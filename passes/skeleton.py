@@ -1,4 +1,4 @@
-"""Prints the communication skeleton of a graph, for people: what is gathered, reduced and freed, and the compute between.
+"""Prints the communication skeleton of a graph: what is gathered, reduced and freed, and the compute between.
 
 The text depends neither on node names nor on process-group names, so it is stable and can be kept as a snapshot.
 """

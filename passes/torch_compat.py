@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy  # the partitioner reads it from a node's meta
 
 # Dynamo records `untyped_storage().resize_(n)` as this operator; it has no public name.
 RESIZE = torch.ops.inductor.resize_storage_bytes_.default
@@ -15,26 +16,46 @@ RESIZE = torch.ops.inductor.resize_storage_bytes_.default
 c10d = torch.ops._c10d_functional  # functional collectives: the public wrappers add nodes of their own
 
 
+# Shares memory with its input although its schema does not say so.
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+
+# The partitioner turns "recompute" into "save" where a later checkpointed region (by `ac_graph_id`) uses the node.
+# Gathered parameters are used by all regions and must not be saved by any, hence an id above all others.
+REGATHER_REGION = 1 << 30
+
+
 def is_alias(node: Node) -> bool:
     """Whether the node's result may share memory with an input that it does not write (views, `detach`, ...)."""
     if node.target is operator.getitem:
-        return is_alias(node.args[0]) if isinstance(node.args[0], Node) else False
+        return isinstance(node.args[0], Node) and is_alias(node.args[0])
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     schema = node.target._schema
-    return not schema.is_mutable and any(argument.alias_info is not None for argument in schema.arguments)
+    declared = not schema.is_mutable and any(argument.alias_info is not None for argument in schema.arguments)
+    return declared or node.target is UNSAFE_VIEW
 
 
-def must_recompute(node: Node) -> None:
-    """Have the partitioner compute this node again in the backward, like an activation under checkpointing.
-
-    The partitioner turns "recompute" into "save" where a later checkpointed region (by ``ac_graph_id``) uses the
-    node. Gathered parameters are used by all regions and must not be saved by any, hence the highest id.
-    """
-    from torch.utils.checkpoint import CheckpointPolicy
-
+def mark_regather(node: Node) -> None:
+    """Have the partitioner compute this node again in the backward, like an activation under checkpointing."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    node.meta["ac_graph_id"] = 1 << 30
+    node.meta["ac_graph_id"] = REGATHER_REGION
+
+
+def is_marked_regather(node: Node) -> bool:
+    """Whether ``mark_regather`` was called on it."""
+    return node.meta.get("ac_graph_id") == REGATHER_REGION and "recompute" in node.meta
+
+
+def mark_save(node: Node) -> None:
+    """Forbid the partitioner to compute this node again: the backward gets it, or what it needs of it, saved."""
+    unmark(node)
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def unmark(node: Node) -> None:
+    """Leave the choice to the partitioner."""
+    node.meta.pop("recompute", None)
+    node.meta.pop("ac_graph_id", None)
 
 
 def emit(graph: Graph, target: Callable[..., Any], *args: Any) -> Node:
