@@ -1,0 +1,273 @@
+"""The command ``fsdp-compile``: checks, from a shell, what compiling does to a sharded model.
+
+    fsdp-compile parity MODULE:FACTORY --steps 5 --backend fsdp_eager --nproc 2
+    torchrun --nproc-per-node 8 -m fsdp_compile.cli parity MODULE:FACTORY
+
+Exit codes: 0 equal, 1 different or a rank failed, 2 bad arguments. torchrun itself exits with 1 for either failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import math
+import operator
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import fsdp_compile  # noqa: F401  # registers our backends
+
+from .parity import Factory, FactoryError, compare_training
+
+
+class UsageError(Exception):
+    """What was asked for cannot be done; the message says why, in one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a bad argument with one line instead of with its usage as well."""
+
+    def error(self, message: str) -> NoReturn:
+        _fail_alike(message)
+
+
+def main() -> None:
+    args = parse_arguments()
+    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    try:
+        check_arguments(args, under_torchrun)
+        sys.exit(run_under_torchrun(args) if under_torchrun else run_on_local_ranks(args))
+    except UsageError as error:
+        _fail_alike(str(error))
+    except FactoryError as error:
+        _fail(str(error), 2)
+    except RankFailed as error:
+        _fail(str(error), error.exit_code)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = Parser(prog="fsdp-compile", description="Checks on torch.compile(fully_shard(model)).", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parity = commands.add_parser(
+        "parity",
+        allow_abbrev=False,
+        help="train a model eagerly and compiled, and compare",
+        description="Train two equal copies of a model, one eagerly and one compiled, and compare losses, gradients "
+        "and parameters after each step. FACTORY() returns (model, make_batch); make_batch(step, rank, world) returns "
+        "what the model is called with: a tuple, a dict of keyword arguments or one tensor. Exits with 0 if all is "
+        "equal, 1 if not.",
+    )
+    add = parity.add_argument
+    add("factory", metavar="MODULE:FACTORY", help="module name or .py file, and a callable in it; try "
+        "fsdp_compile.parity:debug_llama")
+    add("--steps", type=at_least(1), default=5, help="optimizer steps (default: %(default)s)")
+    add("--backend", default="fsdp_eager", help="of torch.compile (default: %(default)s)")
+    add("--nproc", type=at_least(1), default=2, help="ranks to start; torchrun decides itself (default: %(default)s)")
+    add("--tolerance", type=not_negative, metavar="T", help="accept differences up to T (default: bits must be equal)")
+    add("--lr", type=not_negative, default=1e-2, help="learning rate of SGD (default: %(default)s)")
+    add("--seed", type=at_least(0), default=0, help="of weights, batches and dropout (default: %(default)s)")
+    add("--allow-graph-breaks", action="store_true", help="count graph breaks instead of failing at the first")
+    return parser.parse_args()
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, not {value}")
+        return value
+
+    return parse
+
+
+def not_negative(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from None
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number, 0 or more, not {text}")
+    return value
+
+
+def check_arguments(args: argparse.Namespace, under_torchrun: bool) -> None:
+    """Find what is wrong before any rank is started.
+
+    Raises:
+        UsageError: an unknown backend, too few devices, or a factory that cannot be found.
+    """
+    known = torch.compiler.list_backends(exclude_tags=())
+    if args.backend not in known:
+        raise UsageError(f"unknown backend {args.backend!r}; known are {', '.join(known)}")
+    if not under_torchrun and torch.cuda.is_available() and torch.cuda.device_count() < args.nproc:
+        raise UsageError(
+            f"--nproc {args.nproc} needs a CUDA device for each rank, and there are {torch.cuda.device_count()}; "
+            "take fewer ranks, or set CUDA_VISIBLE_DEVICES= to use the CPU"
+        )
+    load_factory(args.factory)
+
+
+def load_factory(spec: str) -> Factory:
+    """The callable that ``MODULE:FACTORY`` names; MODULE is a module's name or the path of a file.
+
+    Raises:
+        UsageError: there is no such module, file or attribute, it cannot be imported, or it is not callable.
+    """
+    module_name, _, attribute = spec.rpartition(":")
+    if not module_name or not attribute:
+        raise UsageError(f"expected MODULE:FACTORY, got {spec!r}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # the console script, unlike `python -m`, does not look here by itself
+    path = Path(module_name) if module_name.endswith(".py") else None
+    if path and not path.is_file():
+        raise UsageError(f"no such file: {path}")
+    try:
+        module = _import_file(path) if path else importlib.import_module(module_name)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"cannot import {module_name}: {type(error).__name__}: {reason}") from error
+    try:
+        factory = operator.attrgetter(attribute)(module)
+    except AttributeError:
+        raise UsageError(f"{module_name} has no attribute {attribute!r}") from None
+    if not callable(factory):
+        raise UsageError(f"{spec} is not callable but of type {type(factory).__name__}")
+    return factory
+
+
+def _import_file(path: Path) -> ModuleType:
+    name = f"_parity_{path.stem}"  # a name that hides no other module
+    if name in sys.modules:
+        return sys.modules[name]
+    sys.path.insert(0, str(path.resolve().parent))  # as for `python FILE`: what lies beside it can be imported
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+class RankFailed(Exception):
+    """A rank failed; the message is that of the rank that failed first."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def run_under_torchrun(args: argparse.Namespace) -> int:
+    return parity(args, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
+
+
+def run_on_local_ranks(args: argparse.Namespace) -> int:
+    """Start ``args.nproc`` ranks on this machine; the first one that fails ends them all.
+
+    Raises:
+        RankFailed: some rank raised or died.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the ranks, which share this machine's cores
+    with tempfile.TemporaryDirectory() as directory:
+        context = mp.start_processes(_rank_main, (args, directory), args.nproc, join=False, start_method="spawn")
+        assert context is not None
+        try:
+            while not context.join(grace_period=1):
+                pass
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            raise _first_failure(Path(directory)) or RankFailed(str(error).strip(), 1) from error
+        return int(Path(directory, "exit_code").read_text())
+
+
+def _rank_main(rank: int, args: argparse.Namespace, directory: str) -> None:
+    world = str(args.nproc)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    try:
+        exit_code = parity(args, rank, dist.FileStore(f"{directory}/rendezvous", args.nproc))
+    except Exception as error:
+        # When one rank fails the others do, too, at their next collective: the earliest note tells the cause.
+        usage = isinstance(error, (UsageError, FactoryError))
+        message = str(error) if usage else f"rank {rank} failed\n{traceback.format_exc().rstrip()}"
+        note = {"time": time.monotonic(), "message": message, "exit_code": 2 if usage else 1}
+        Path(directory, f"failed_{rank}").write_text(json.dumps(note))
+        raise
+    if rank == 0:
+        Path(directory, "exit_code").write_text(str(exit_code))
+
+
+def _first_failure(directory: Path) -> RankFailed | None:
+    notes = [json.loads(path.read_text()) for path in directory.glob("failed_*")]
+    if not notes:
+        return None
+    first = min(notes, key=lambda note: note["time"])
+    return RankFailed(first["message"], first["exit_code"])
+
+
+# -- on each rank -----------------------------------------------------------------------------------------------------
+
+
+def parity(args: argparse.Namespace, local_rank: int, store: dist.Store | None = None) -> int:
+    """Compare, print the report on the first rank, and return the exit code, which is the same on all ranks."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rendezvous: dict[str, Any] = {} if store is None else {"store": store}
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+        rendezvous["device_id"] = torch.device("cuda", local_rank)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=world, **rendezvous)
+    report = compare_training(
+        load_factory(args.factory),
+        steps=args.steps,
+        backend=args.backend,
+        learning_rate=args.lr,
+        fullgraph=not args.allow_graph_breaks,
+        seed=args.seed,
+    )
+    passed = report.bitwise_equal if args.tolerance is None else report.within(args.tolerance)
+    if rank == 0:
+        print(report)
+        if args.tolerance is not None:
+            print(f"within tolerance {args.tolerance:g}: {'yes' if passed else 'no'}", flush=True)
+    dist.destroy_process_group()
+    return 0 if passed else 1
+
+
+def _fail_alike(message: str) -> NoReturn:
+    """All ranks find the same fault in their arguments: the first one says so."""
+    if os.environ.get("RANK", "0") == "0":
+        _fail(message, 2)
+    sys.exit(2)
+
+
+def _fail(message: str, exit_code: int) -> NoReturn:
+    print(f"fsdp-compile: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()
