@@ -43,7 +43,6 @@ class FSDPContext:
     def __init__(self, root: FSDPState) -> None:
         self.root = root
         self.states = [root]
-        self.forward_root: FSDPState | None = None
         # One entry a forward, consumed from its end by the backward; bounded, as a forward may have no backward.
         self.forward_order: deque[FSDPState] = deque(maxlen=4096)
         self.reductions: deque[Reduction] = deque()
@@ -117,14 +116,10 @@ class FSDPState:
                     self.context.forward_order.append(self)
             self._watch_outputs(output)
             self.training_state = TrainingState.IDLE
-            if self.context.forward_root is self:
-                self.context.forward_root = None
         return self._cast_output(output)
 
     def _enter_forward(self) -> bool:
         """Whether this call begins a pass through the modules of this state."""
-        if self.context.forward_root is None:
-            self.context.forward_root = self
         first = self.training_state is not TrainingState.FORWARD
         if first:
             self._not_run = list(self.modules)
@@ -154,7 +149,8 @@ class FSDPState:
         dtype = self.mp_policy.param_dtype
         if dtype is None or not self.mp_policy.cast_forward_inputs:
             return args, kwargs
-        return cast_floating_point(dtype, args), cast_floating_point(dtype, kwargs)
+        args, kwargs = cast_floating_point(dtype, (args, kwargs))
+        return args, kwargs
 
     def _cast_output(self, output: Any) -> Any:
         dtype = self.mp_policy.output_dtype
@@ -181,15 +177,8 @@ class FSDPState:
         """
         if not torch.is_grad_enabled():
             return args, kwargs
-        aliases: list[torch.Tensor] = []
-
-        def alias(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.requires_grad:
-                return tensor
-            aliases.append(tensor.view_as(tensor))
-            return aliases[-1]
-
-        args, kwargs = map_tensors(alias, args), map_tensors(alias, kwargs)
+        args, kwargs = map_tensors(lambda t: t.view_as(t) if t.requires_grad else t, (args, kwargs))
+        aliases = tensors_requiring_grad((args, kwargs))
         if len(aliases) == 1:
             aliases[0].register_hook(lambda _: self.post_backward())
         elif aliases:
@@ -262,7 +251,6 @@ class FSDPState:
             state._not_run = []
             for group in state.groups:
                 group.drop_iteration()
-        context.forward_root = None
         context.forward_order.clear()
         context.callback_queued = False
 

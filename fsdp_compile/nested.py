@@ -8,46 +8,62 @@ from typing import Any
 
 import torch
 
+Fn = Callable[[torch.Tensor], torch.Tensor]
 
-def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+
+def map_tensors(fn: Fn, value: Any) -> Any:
     """Replace every tensor in nested tuples, lists, dicts and dataclasses by ``fn(tensor)``.
 
-    A container is copied only if something in it changed, so that objects which hold no such tensor keep their
-    identity. Anything else is returned as it is.
+    A tensor that occurs twice is replaced by one result, since forwards ask ``key is value``. A container is copied
+    only if something in it changed, so that objects which hold no such tensor keep their identity. Anything else is
+    returned as it is.
     """
+    done: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        for old, new in done:
+            if old is tensor:
+                return new
+        done.append((tensor, fn(tensor)))
+        return done[-1][1]
+
+    return _map(once, value)[0]
+
+
+def _map(fn: Fn, value: Any) -> tuple[Any, bool]:
+    """The new value and whether it differs; told by a flag, as the compiler cannot trace ``is`` between containers."""
     if isinstance(value, torch.Tensor):
-        return fn(value)
+        new = fn(value)
+        return new, new is not value
     if isinstance(value, dict):
         return _map_dict(fn, value)
     if isinstance(value, (list, tuple)):
-        items = [map_tensors(fn, item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        items = [_map(fn, item) for item in value]
+        if not any(changed for _, changed in items):
+            return value, False
+        new_items = [item for item, _ in items]
+        return (type(value)(*new_items) if hasattr(value, "_fields") else type(value)(new_items)), True
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _map_dataclass(fn, value)
-    return value
+    return value, False
 
 
-def _map_dict(fn: Callable[[torch.Tensor], torch.Tensor], value: dict[Any, Any]) -> dict[Any, Any]:
-    items = {key: map_tensors(fn, item) for key, item in value.items()}
-    if all(items[key] is item for key, item in value.items()):
-        return value
+def _map_dict(fn: Fn, value: dict[Any, Any]) -> tuple[Any, bool]:
+    items = {key: _map(fn, item) for key, item in value.items()}
+    if not any(changed for _, changed in items.values()):
+        return value, False
+    new_items = {key: item for key, (item, _) in items.items()}
     if type(value) is dict:
-        return items
+        return new_items, True
     if dataclasses.is_dataclass(value):  # such as the output classes of Hugging Face: dict and dataclass at once
-        return type(value)(**items)  # type: ignore[return-value]
-    return type(value)(items)
+        return type(value)(**new_items), True
+    return type(value)(new_items), True
 
 
-def _map_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    changed = {}
-    for field in dataclasses.fields(value):
-        old = getattr(value, field.name)
-        new = map_tensors(fn, old)
-        if new is not old:
-            changed[field.name] = new
-    return dataclasses.replace(value, **changed) if changed else value
+def _map_dataclass(fn: Fn, value: Any) -> tuple[Any, bool]:
+    items = {field.name: _map(fn, getattr(value, field.name)) for field in dataclasses.fields(value)}
+    changes = {name: item for name, (item, changed) in items.items() if changed}
+    return (dataclasses.replace(value, **changes), True) if changes else (value, False)
 
 
 def cast_floating_point(dtype: torch.dtype, value: Any) -> Any:
@@ -56,7 +72,7 @@ def cast_floating_point(dtype: torch.dtype, value: Any) -> Any:
 
 
 def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
-    """All tensors in ``value`` that require grad, in order."""
+    """All tensors in ``value`` that require grad, each once, in order."""
     found: list[torch.Tensor] = []
 
     def look(tensor: torch.Tensor) -> torch.Tensor:
