@@ -5,18 +5,23 @@ The text depends neither on node names nor on process-group names, so it is stab
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 
 from torch.fx import Graph, Node
 
-from .graph_view import GATHERS, REDUCTIONS, WAIT, Collective, tag_of
+from .graph_view import GATHERS, REDUCTIONS, WAIT, Collective, Tag, tag_of
 from .torch_compat import RESIZE, is_alias
 
 DTYPES = {"torch.float32": "f32", "torch.bfloat16": "bf16", "torch.float16": "f16", "torch.float64": "f64"}
+WIDTH = 118
 
 
 def print_skeleton(graph: Graph) -> str:
-    """One line for each launch, wait and free, and one for each stretch of other operations between them."""
+    """One entry for each launch, wait and free, and one for each stretch of other operations between them.
+
+    Waits that follow each other share a line, and so do frees of one group.
+    """
     lines: list[str] = []
     between: Counter[str] = Counter()
     numbers: dict[Node, int] = {}
@@ -25,38 +30,55 @@ def print_skeleton(graph: Graph) -> str:
         if line is not None:
             lines += _summary(between)
             between.clear()
-            lines.append(line)
+            what, details = line
+            if lines and lines[-1].startswith(what) and what.startswith("  "):
+                lines[-1] += f" {details}"
+            else:
+                lines.append(f"{what} {details}")
         elif node.op == "call_function" and not is_alias(node) and "getitem" not in str(node.target):
             between[_short_name(node)] += 1
-    return "\n".join([*lines, *_summary(between)]) + "\n"
+    wrapped = (_wrap(line) for line in [*lines, *_summary(between)])
+    return "\n".join(wrapped) + "\n"
 
 
-def _line(node: Node, numbers: dict[Node, int]) -> str | None:
+def _wrap(line: str) -> str:
+    indent = " " * (len(line) - len(line.lstrip()) + 6)
+    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _line(node: Node, numbers: dict[Node, int]) -> tuple[str, str] | None:
+    """What the node does and to what; what begins with spaces can share a line."""
     if node.op != "call_function":
         return None
     tag = tag_of(node)
     if node.target in (*GATHERS, *REDUCTIONS):
         numbers[node] = len(numbers)
         kind = "all_gather" if node.target in GATHERS else "reduce_scatter"
-        collective = Collective(tag, node) if tag else None
-        return f"{kind} #{numbers[node]} {_describe(collective)}" if collective else f"{kind} #{numbers[node]} untagged"
+        return f"{kind} #{numbers[node]}", _describe(Collective(tag, node)) if tag else "untagged"
     if node.target is WAIT:
         start = node.all_input_nodes[0]
         output = ""
         if start not in numbers:  # one output of a coalesced gather
             start, output = start.all_input_nodes[0], f".{start.args[1]}"
-        return f"  wait #{numbers[start]}{output}" if start in numbers else "  wait for another collective"
+        return "  wait", f"#{numbers[start]}{output}" if start in numbers else "for another collective"
     if node.target is RESIZE:
-        return f"  free {', '.join(tag.params)}" if tag else "  free untagged"
+        return (f"  free {_group(tag)}", " ".join(_members(tag))) if tag else ("  free", "untagged")
     return None
 
 
 def _describe(collective: Collective) -> str:
     tag = collective.tag
     dtypes = "+".join(dict.fromkeys(DTYPES.get(str(d), str(d).removeprefix("torch.")) for d in collective.dtypes))
-    members = [name.removeprefix(f"{tag.name}.") for name in tag.params]
-    group = f"[{tag.name or 'root'}]"
-    return f"{group} {dtypes} {collective.input_bytes} B in, {collective.world_size} ranks: {' '.join(members)}"
+    size = f"{dtypes} {collective.input_bytes} B in, {collective.world_size} ranks"
+    return f"{_group(tag)} {size}: {' '.join(_members(tag))}"
+
+
+def _group(tag: Tag) -> str:
+    return f"[{tag.name or 'root'}]"
+
+
+def _members(tag: Tag) -> list[str]:
+    return [name.removeprefix(f"{tag.name}.") for name in tag.params]
 
 
 def _short_name(node: Node) -> str:
