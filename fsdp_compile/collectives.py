@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from . import torch_compat
+from .mesh_info import DataParallelMeshInfo
 from .tracing import read_recipe, tagged
 
 if TYPE_CHECKING:
@@ -32,16 +33,17 @@ class Gather(NamedTuple):
             self.work.wait()
 
 
-def launch_all_gather(params: Sequence[FSDPParam], group: dist.ProcessGroup) -> Gather:
+def launch_all_gather(params: Sequence[FSDPParam], mesh_info: DataParallelMeshInfo) -> Gather:
     """Start one all-gather for all ``params``, straight into each one's all-gather output: no copy in, no copy out."""
     inputs = [param.all_gather_input() for param in params]
     # `.data` has a version counter of its own: what autograd saved of the output before it was freed stays valid.
     outputs = [param.alloc_all_gather_output().data for param in params]
-    if group.size() == 1:
+    if mesh_info.shard_mesh_size == 1:
         for output, source in zip(outputs, inputs, strict=True):
-            output.copy_(source)
+            output.view(-1).copy_(source.view(-1))
         return Gather(inputs, None)
-    return Gather(inputs, torch_compat.all_gather_coalesced(group, outputs, inputs))
+    flat_outputs, flat_inputs = [t.view(-1) for t in outputs], [t.view(-1) for t in inputs]
+    return Gather(inputs, torch_compat.all_gather_coalesced(mesh_info.shard_process_group, flat_outputs, flat_inputs))
 
 
 # -- traced -----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ Terms (after torch's FSDP2 notes):
 - *unsharded parameter*: the all-gather output without the padding; an autograd leaf that compute reads.
 
         SHARDED ──unshard──> UNSHARDED ──reshard──> SHARDED
+                                 └──reshard to fewer ranks──> SHARDED_POST_FORWARD ──unshard──> UNSHARDED
 
 The eager executor builds the unsharded parameter once and afterwards only resizes its storage to zero and back, so
 that references which autograd saved stay valid. The traced executor makes a new tensor in each graph instead: there,
@@ -86,6 +87,7 @@ class FSDPParam:
         self.force_sum_reduction = False
         self.accumulated_grad: torch.Tensor | None = None  # unsharded, in reduce_dtype; from backwards without sync
         self._partial_grad: torch.Tensor | None = None  # reduced over the shard ranks, not yet over the replicas
+        self._post_forward_data: torch.Tensor | None = None  # slice of the all-gather output, among fewer ranks
         self._all_gather_output: torch.Tensor | None = None
         self._unsharded_param: nn.Parameter | None = None
         self._gathered_stamp: tuple[int, int] | None = None  # of the sharded parameter, when it was gathered
@@ -187,6 +189,7 @@ class FSDPParam:
                 "takes DTensor parameters only, for example from distribute_tensor or a sharded state dict."
             )
         self.sharded_param = registered
+        self.register(registered)  # assignment by name gives each owner of a shared parameter one of its own
         local = registered.to_local() if not torch.is_grad_enabled() else registered.detach().to_local()
         if local.is_meta or self._shares_storage(local):
             return
@@ -241,7 +244,10 @@ class FSDPParam:
         return self._gathered_stamp != write_stamp(self.sharded_param)
 
     def all_gather_input(self) -> torch.Tensor:
-        """The sharded data in the compute dtype on the compute device, of size ``padded_sharded_size``."""
+        """What this rank contributes, in the compute dtype on the compute device: the sharded data, of size
+        ``padded_sharded_size``, or in state ``SHARDED_POST_FORWARD`` the larger 1-D slice."""
+        if self._post_forward_data is not None:
+            return self._post_forward_data
         return self._sharded_data.detach().to(device=self.device, dtype=self.compute_dtype, non_blocking=True)
 
     def alloc_all_gather_output(self) -> torch.Tensor:
@@ -271,14 +277,32 @@ class FSDPParam:
         if unsharded.requires_grad != self.sharded_param.requires_grad:
             unsharded.requires_grad_(self.sharded_param.requires_grad)
         self.register(unsharded)
+        self._post_forward_data = None
         self.sharded_state = ShardedState.UNSHARDED
 
     def to_sharded(self) -> None:
         """Hand the sharded parameter back to the modules and free the unsharded data."""
         self.register(self.sharded_param)
+        self._post_forward_data = None
+        self._free_unsharded_data()
+        self.sharded_state = ShardedState.SHARDED
+
+    def to_sharded_post_forward(self, mesh_info: DataParallelMeshInfo) -> None:
+        """Keep a slice of the unsharded data among the shard ranks of ``mesh_info``, a part of the mesh; free the rest.
+
+        The modules get the sharded parameter back: the slice is for the gather of the backward only.
+        """
+        assert self._all_gather_output is not None and self.sharded_state is ShardedState.UNSHARDED
+        flat = self._all_gather_output.detach().view(-1)
+        numel = flat.numel() // mesh_info.shard_mesh_size  # whole, as the padded data divides among more ranks
+        self.register(self.sharded_param)
+        self._post_forward_data = flat.narrow(0, numel * mesh_info.shard_mesh_rank, numel).clone()
+        self._free_unsharded_data()
+        self.sharded_state = ShardedState.SHARDED_POST_FORWARD
+
+    def _free_unsharded_data(self) -> None:
         if self._all_gather_output is not None:
             torch_compat.resize_storage(self._all_gather_output, 0)
-        self.sharded_state = ShardedState.SHARDED
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 

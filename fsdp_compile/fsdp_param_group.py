@@ -23,6 +23,7 @@ class FSDPParamGroup:
 
     Args:
         params: original parameters, without duplicates, in order of traversal.
+        post_forward_mesh_info: the fewer ranks that keep a slice between forward and backward, if any.
         modules: roots of the traversal; every module below them that holds one of ``params`` is kept up to date.
     """
 
@@ -34,8 +35,10 @@ class FSDPParamGroup:
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
+        post_forward_mesh_info: DataParallelMeshInfo | None = None,
     ) -> None:
         self.mesh_info = mesh_info
+        self.post_forward_mesh_info = post_forward_mesh_info
         self.group_id = next(_group_ids)
         self.name = ""
         self.reduce_grads = True
@@ -75,9 +78,17 @@ class FSDPParamGroup:
         """Start the all-gather unless the unsharded parameters are there, or on their way, and up to date."""
         if self._gather is not None or not self.params:
             return
-        if self.sharded_state is ShardedState.UNSHARDED and not any(param.is_stale for param in self.params):
+        stale = any(param.is_stale for param in self.params)
+        if self.sharded_state is ShardedState.UNSHARDED and not stale:
             return
-        self._gather = launch_all_gather(self.params, self.mesh_info.shard_process_group)
+        mesh_info = self.mesh_info
+        if self.sharded_state is ShardedState.SHARDED_POST_FORWARD:
+            if stale:
+                self.reshard()
+            else:
+                assert self.post_forward_mesh_info is not None
+                mesh_info = self.post_forward_mesh_info
+        self._gather = launch_all_gather(self.params, mesh_info)
 
     def wait_for_unshard(self) -> None:
         """Finish the all-gather and hand the unsharded parameters to the modules."""
@@ -96,6 +107,14 @@ class FSDPParamGroup:
             self._gather = None
         for param in self.params:
             param.to_sharded()
+
+    def reshard_after_forward(self) -> None:
+        """Free the unsharded parameters until backward; with a post-forward mesh, keep a slice among its ranks."""
+        if self.post_forward_mesh_info is None or self.sharded_state is not ShardedState.UNSHARDED:
+            self.reshard()
+            return
+        for param in self.params:
+            param.to_sharded_post_forward(self.post_forward_mesh_info)
 
     def hide_unsharded(self) -> None:
         """Hand the sharded parameters to the modules but keep the unsharded data for the backward.
@@ -162,6 +181,7 @@ class FSDPParamGroup:
         """Emit the all-gathers of all parameters into the graph being traced."""
         untraced = {
             "set_requires_gradient_sync(False)": not self.reduce_grads,
+            "reshard_after_forward=<int>": self.post_forward_mesh_info is not None,
             "a 2D mesh": self.mesh_info.replicate_mesh_dim is not None,
             "set_all_reduce_hook": self.all_reduce_hook is not None,
         }

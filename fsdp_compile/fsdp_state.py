@@ -140,8 +140,10 @@ class FSDPState:
     def _reshard_after_forward(self) -> None:
         no_backward_follows = not torch.is_grad_enabled()
         for group in self.groups:
-            if self.reshards_after_forward or no_backward_follows:
+            if no_backward_follows:
                 group.reshard()
+            elif self.reshards_after_forward:
+                group.reshard_after_forward()
             else:
                 group.hide_unsharded()
 

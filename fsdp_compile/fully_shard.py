@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from .fsdp_module import FSDPModule, refresh, reshard, states_under
 from .fsdp_param_group import FSDPParamGroup
 from .fsdp_state import FSDPState
-from .mesh_info import default_mesh, device_of, mesh_info_of
+from .mesh_info import FSDPMeshInfo, default_mesh, device_of, mesh_info_of, post_forward_mesh_info_of
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .staleness import watch_optimizers
 
@@ -71,7 +71,9 @@ def fully_shard(  # type: ignore[misc]
             and resharded when all have run.
         mesh: 1-D device mesh of the ranks to shard over; default: all ranks.
         reshard_after_forward: ``True`` frees the unsharded parameters after forward and gathers them again in
-            backward, ``False`` keeps them, ``None`` means ``True`` except for the root, which backward needs first.
+            backward, ``False`` keeps them, ``None`` means ``True`` except for the root, which backward needs first. An
+            int that divides the number of shard ranks: that many neighbouring ranks together keep the parameters whole
+            after forward, and backward gathers among them only.
         mp_policy: dtypes of the gather, of the reduction and of inputs and outputs.
         offload_policy: where shards live.
         ignored_params: parameters to leave alone: not sharded, not moved, their gradients not reduced.
@@ -91,12 +93,14 @@ def fully_shard(  # type: ignore[misc]
     params, buffers = _managed_tensors(modules, ignored_params or set())
     for param, name in params.items():
         _check_parameter(name, param)
+    reshard_after_forward, post_forward_mesh_info = _post_forward(reshard_after_forward, mesh_info)
     _move_to_device([*params, *buffers], device)
-    assert reshard_after_forward is None or isinstance(reshard_after_forward, bool)
     watch_optimizers()
     state = FSDPState(modules, mp_policy, reshard_after_forward)
     if params:
-        group = FSDPParamGroup(list(params), modules, mesh_info, device, mp_policy, offload_policy)
+        group = FSDPParamGroup(
+            list(params), modules, mesh_info, device, mp_policy, offload_policy, post_forward_mesh_info
+        )
         state.groups.append(group)
     for each in modules:
         _become_fsdp_module(each, state)
@@ -123,9 +127,7 @@ def _check_arguments(
             raise ValueError(f"fully_shard was already applied to this module: {type(module).__name__}")
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ValueError(f"fully_shard does not support containers without a forward: {type(module).__name__}")
-    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-        raise NotImplementedError("reshard_after_forward as an int has no implementation here yet; use True or False")
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
         raise ValueError(f"reshard_after_forward should be a bool, an int or None, not {reshard_after_forward!r}")
     for name, value in (("shard_placement_fn", shard_placement_fn), ("dp_mesh_dims", dp_mesh_dims)):
         if value is not None:
@@ -147,6 +149,17 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
+
+
+def _post_forward(
+    reshard_after_forward: bool | int | None, mesh_info: FSDPMeshInfo
+) -> tuple[bool | None, FSDPMeshInfo | None]:
+    """Split an int into whether to reshard and to how many ranks; one rank, or all, are just ``False`` and ``True``."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward, None
+    if reshard_after_forward in (1, mesh_info.shard_mesh_size):
+        return reshard_after_forward != 1, None
+    return True, post_forward_mesh_info_of(reshard_after_forward, mesh_info)
 
 
 def _without_descendants(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -83,6 +83,22 @@ def mesh_info_of(mesh: DeviceMesh) -> FSDPMeshInfo:
     return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
+def post_forward_mesh_info_of(ranks: int, mesh_info: FSDPMeshInfo) -> FSDPMeshInfo:
+    """The mesh for ``reshard_after_forward=ranks``: each ``ranks`` neighbouring shard ranks hold the parameters whole.
+
+    Collective: makes process groups.
+
+    Raises:
+        ValueError: ``ranks`` does not divide the number of shard ranks.
+    """
+    if not 1 <= ranks <= mesh_info.shard_mesh_size or mesh_info.shard_mesh_size % ranks:
+        raise ValueError(
+            f"reshard_after_forward={ranks} should divide the number of shard ranks, {mesh_info.shard_mesh_size}"
+        )
+    mesh = mesh_info.mesh
+    return HSDPMeshInfo(DeviceMesh(mesh.device_type, mesh.mesh.view(-1, ranks)), shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
 def device_of(mesh: DeviceMesh) -> torch.device:
     """The device that this rank computes on for ``mesh``."""
     if mesh.device_type == "cpu":

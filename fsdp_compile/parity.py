@@ -355,7 +355,7 @@ def _call(factory: Factory) -> tuple[nn.Module, MakeBatch]:
 def _kind(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
-    return "None" if value is None else f"of type {type(value).__name__}"
+    return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 def _arguments(batch: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -366,7 +366,7 @@ def _arguments(batch: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[
         return batch, {}
     if isinstance(batch, dict):
         return (), batch
-    raise FactoryError(f"make_batch must return a tuple, a dict or a tensor, but returned a value {_kind(batch)}")
+    raise FactoryError(f"make_batch must return a tuple, a dict or a tensor, but returned {_kind(batch)}")
 
 
 def _check_parameters(model: nn.Module) -> None:
