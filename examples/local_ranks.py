@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NoReturn
 
 GRACE = 3.0  # seconds from asking a rank to end until it is killed
 
@@ -117,10 +118,22 @@ def _rank_main(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         target(rank, world, *args)
+        leave()
     except UsageError as error:
         _report(report, str(error), 2)
     except BaseException:
         _report(report, f"rank {rank} failed\n{traceback.format_exc().rstrip()}", 1)
+
+
+def leave() -> NoReturn:
+    """End this process, its work done, without Python's shutdown.
+
+    A gloo thread may still be letting go of the last collective's tensors; for that it asks for the interpreter's lock,
+    and where it asks a shutdown the whole process aborts.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _report(report: Connection, message: str, exit_code: int) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from checkpoints import newest
-from local_ranks import RankFailed, UsageError, run_ranks
+from local_ranks import RankFailed, UsageError, leave, run_ranks
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,6 +62,7 @@ def train_under_torchrun(args: argparse.Namespace) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     check(args, world)
     train(rank, world, args, "env://")
+    leave()
 
 
 def parse_arguments() -> argparse.Namespace:

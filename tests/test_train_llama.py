@@ -62,9 +62,15 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
 
 def assert_nothing_left(session: int) -> None:
     deadline = time.monotonic() + 10
-    while left := subprocess.run(["pgrep", "-a", "-s", str(session)], capture_output=True, text=True).stdout:
+    while left := running(session):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+def running(session: int) -> list[str]:
+    """The session's processes, less those that have ended and only wait to be reaped."""
+    ps = subprocess.run(["ps", "-o", "stat=,args=", "-s", str(session)], capture_output=True, text=True)
+    return [line for line in ps.stdout.splitlines() if not line.startswith("Z")]
 
 
 @pytest.fixture(scope="module")
