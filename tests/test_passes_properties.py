@@ -1,0 +1,244 @@
+"""On random trees of modules, run on simulated ranks: the passes keep what graphs compute, bit for bit, and their form.
+
+``hypothesis`` draws the trees; it is derandomized, so that every run tests the same ones.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fake_world import Stages, copy_graph, fake_world, graphs_of, text_of
+from fsdp_compile.passes import PassContext, bucket, print_skeleton, regather, tag_digest
+from fsdp_compile.passes.graph_view import (
+    GATHERS,
+    REDUCTIONS,
+    WAIT,
+    alias_root,
+    frees,
+    gathers,
+    reductions,
+    same_data_as,
+    tag_of,
+)
+from fsdp_compile.passes.torch_compat import RESIZE, c10d
+from hypothesis import HealthCheck, given, note, settings
+from random_models import Tree, trees
+from simulated_ranks import Inputs, random_inputs, run_on_ranks, same_bits
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+
+
+def on_random_trees(examples: int) -> Callable[[Callable[[Tree], None]], Callable[[], None]]:
+    """Call a test with many trees, each the first time compiling it."""
+
+    def decorate(test: Callable[[Tree], None]) -> Callable[[], None]:
+        test = settings(
+            max_examples=examples,
+            derandomize=True,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )(test)
+        return given(trees())(test)  # type: ignore[return-value]
+
+    return decorate
+
+
+def compile_tree(tree: Tree, rank: int = 0, grad: bool = True) -> Stages:
+    note(f"tree: {tree}")
+    with fake_world(tree.world, rank), torch.set_grad_enabled(grad):
+        return graphs_of(tree.build(), tree.example())
+
+
+@on_random_trees(examples=30)
+def test_training(tree: Tree) -> None:
+    stages = compile_tree(tree)
+    assert [stage for stage, _ in stages] == [
+        f"{part} {when}" for part in ("joint", "forward", "backward") for when in ("before", "after")
+    ]
+    graphs = dict(stages)
+    for graph in graphs.values():
+        note(print_skeleton(graph))
+        check_form(graph)
+    check_regather(graphs["joint before"], graphs["joint after"])
+    for part in ("forward", "backward"):
+        check_bucket(graphs[f"{part} before"], graphs[f"{part} after"], tree.world)
+    check_nothing_freed_is_saved(graphs["joint before"], graphs["forward before"])
+    check_partition(graphs, tree.world)
+
+
+@on_random_trees(examples=8)
+def test_inference(tree: Tree) -> None:
+    (_, before), (_, after) = compile_tree(tree, grad=False)
+    check_form(before)
+    check_form(after)
+    assert not frees(after)
+    inputs = random_inputs(before, tree.world)
+    assert same_bits(run_on_ranks(before, inputs), run_on_ranks(after, inputs))
+    check_unchanged(regather, after)
+    check_unchanged(bucket, after)
+
+
+@on_random_trees(examples=5)
+def test_graphs_do_not_know_their_rank(tree: Tree) -> None:
+    """Compile caches are shared between ranks, and ranks must agree on every collective."""
+    first = compile_tree(tree, rank=0)
+    last = compile_tree(tree, rank=tree.world - 1)
+    assert [stage for stage, _ in first] == [stage for stage, _ in last]
+    for (_, left), (_, right) in zip(first, last, strict=True):
+        assert text_of(left) == text_of(right)
+        assert tag_digest(left.nodes) == tag_digest(right.nodes)
+
+
+# -- form -------------------------------------------------------------------------------------------------------------
+
+
+def check_form(graph: Graph) -> None:
+    """Topologically ordered, every launch waited for once for each output, and nothing untagged."""
+    graph.lint()
+    collectives = {node: None for node in graph.nodes if node.target in (*GATHERS, *REDUCTIONS)}
+    assert set(collectives) == {found.start for found in (*gathers(graph), *reductions(graph))}
+    waited: Counter[Node] = Counter()
+    for found in (*gathers(graph), *reductions(graph)):
+        assert len(found.tag.params) == len(found.tag.index) >= 1
+        assert len(set(found.tag.params)) == len(found.tag.params)
+        if found.start.target is c10d.all_gather_into_tensor_coalesced.default:
+            assert all(user.target is operator.getitem for user in found.start.users)
+            assert [user.args[1] for user in found.start.users] == list(range(len(found.inputs)))
+            outputs = list(found.start.users)
+        else:
+            outputs = [found.start]
+        for output in outputs:
+            assert [user.target for user in output.users] == [WAIT], f"{output} is used by {list(output.users)}"
+            assert tag_of(output) is not None
+        waited.update(found.waits)
+    waits = [node for node in graph.nodes if node.target is WAIT]
+    assert waited == Counter(waits)
+    assert all(tag_of(node) is not None for node in graph.nodes if node.target in (WAIT, RESIZE))
+
+
+def moved(graph: Graph) -> Counter[Any]:
+    """Each parameter that is gathered or reduced, and how often."""
+    found = [("gather", each) for each in gathers(graph)] + [("reduce", each) for each in reductions(graph)]
+    return Counter((kind, each.tag.group, name) for kind, each in found for name in each.tag.params)
+
+
+def check_unchanged(each: Callable[[Graph, PassContext], Any], graph: Graph) -> None:
+    """Running a pass again does nothing."""
+    again = copy_graph(graph)
+    assert each(again, PassContext()).changes == 0
+    assert text_of(again) == text_of(graph)
+    assert tag_digest(again.nodes) == tag_digest(graph.nodes)
+    assert marks(again) == marks(graph)
+
+
+def marks(graph: Graph) -> list[Any]:
+    return [(node.meta.get("recompute"), node.meta.get("ac_graph_id")) for node in graph.nodes]
+
+
+# -- meaning ----------------------------------------------------------------------------------------------------------
+
+
+def check_bucket(before: Graph, after: Graph, world: int) -> None:
+    for seed in range(2):
+        inputs = random_inputs(before, world, seed)
+        assert same_bits(run_on_ranks(before, inputs), run_on_ranks(after, inputs))
+    assert moved(before) == moved(after)
+    check_unchanged(bucket, after)
+    again = copy_graph(before)
+    report = bucket(again, PassContext())
+    assert text_of(again) == text_of(after), "the same graph gave another result"
+    assert report.after.gather_bytes == report.before.gather_bytes
+    assert report.after.reduction_bytes == report.before.reduction_bytes
+
+
+def check_regather(before: Graph, after: Graph) -> None:
+    """It removes the frees, and nothing but these."""
+    without = copy_graph(before)
+    for node in frees(without):
+        without.erase_node(node)
+    assert text_of(without) == text_of(after)
+    check_unchanged(regather, after)
+
+
+def check_nothing_freed_is_saved(joint: Graph, forward: Graph) -> None:
+    """No output of the forward graph is a freed parameter, a view or a mere copy of one."""
+    freed = {(tag.group, tag.params) for tag in (tag_of(node) for node in frees(joint)) if tag}
+    (output,) = (node for node in forward.nodes if node.op == "output")
+    returned = {alias_root(node) for node in output.all_input_nodes}
+    for gather in gathers(forward):
+        if (gather.tag.group, gather.tag.params) in freed:
+            (wait,) = gather.waits
+            held = returned.intersection(same_data_as(wait))
+            assert not held, f"{held} of {gather.tag.params} outlives the forward"
+
+
+def check_partition(graphs: dict[str, Graph], world: int) -> None:
+    """Forward and backward after all passes compute, one after the other, what the joint graph did before any."""
+    joint = graphs["joint before"]
+    inputs = random_inputs(joint, world, seed=7)
+    by_name = [dict(zip(placeholders(joint), of_rank, strict=True)) for of_rank in inputs]
+    saved_names = output_names(graphs["forward before"])
+    forward_inputs = pick(by_name, placeholders(graphs["forward after"]))
+    forward_outputs = run_on_ranks(graphs["forward after"], forward_inputs)
+    for names, outputs in zip(by_name, forward_outputs, strict=True):
+        names.update(zip(saved_names, outputs, strict=True))
+    backward_outputs = run_on_ranks(graphs["backward after"], pick(by_name, placeholders(graphs["backward after"])))
+    expected = [flat(outputs) for outputs in run_on_ranks(joint, inputs)]
+    for rank in range(world):
+        gradients = flat(backward_outputs[rank])
+        results = flat(forward_outputs[rank])[: len(expected[rank]) - len(gradients)]
+        assert same_bits([*results, *gradients], expected[rank]), f"rank {rank}"
+
+
+def placeholders(graph: Graph) -> list[str]:
+    return [node.name for node in graph.nodes if node.op == "placeholder"]
+
+
+def output_names(graph: Graph) -> list[str]:
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    return [str(node) for node in output.args[0]]
+
+
+def pick(values: list[dict[str, Any]], names: list[str]) -> list[Inputs]:
+    return [[of_rank[name] for name in names] for of_rank in values]
+
+
+def flat(nested: Any) -> list[Any]:
+    leaves: list[Any] = []
+    map_aggregate(nested, leaves.append)
+    return leaves
+
+
+# -- the simulation itself --------------------------------------------------------------------------------------------
+
+
+def test_the_simulation_finds_a_read_before_the_wait() -> None:
+    with fake_world(size=2):
+        tree = Tree(width=4, world=2, policy="as is", tokens=True, root_reshard=False)
+        graph = dict(graphs_of(tree.build(), tree.example()))["forward before"]
+    inputs = random_inputs(graph, 2)
+    wrong = copy_graph(graph)
+    (gather,) = gathers(wrong)
+    (wait,) = gather.waits
+    wait.replace_all_uses_with(gather.start, delete_user_cb=lambda user: user is not wait)
+    assert not same_bits(run_on_ranks(graph, inputs), run_on_ranks(wrong, inputs))
+
+
+@pytest.mark.parametrize("kind", ["sum", "avg"])
+def test_the_simulation_reduces(kind: str) -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    start = graph.call_function(c10d.reduce_scatter_tensor.default, (x, kind, 2, "0"))
+    wait = graph.call_function(WAIT, (start,))
+    for node in (x, start, wait):
+        node.meta["val"] = None
+    graph.output((wait,))
+    outputs = run_on_ranks(graph, [[torch.tensor([1.0, 2.0])], [torch.tensor([3.0, 6.0])]])
+    total = torch.tensor([4.0, 8.0]) / (2 if kind == "avg" else 1)
+    assert same_bits(outputs, [[total[:1]], [total[1:]]])
