@@ -1,20 +1,21 @@
-"""Runs a graph for all ranks of a world at once, in one process, with collectives that really move data.
+"""Runs one graph for all ranks of a world in lockstep in one process, with collectives that really move data.
 
-The ranks run in lockstep: each node is computed for every rank before the next one. A fake process group traces a graph
-for any world, but its collectives leave garbage in their outputs; here they have their true results.
+Each node is computed for every rank before the next one. A fake process group traces a graph for any world, but its
+collectives leave garbage in their outputs; here they have their true results, and garbage only until their wait, so
+that a pass that lets compute read too early is found out.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from fsdp_compile.passes.graph_view import GATHERS, WAIT
+from fsdp_compile.passes.torch_compat import RESIZE, c10d
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
-c10d = torch.ops._c10d_functional
 Ranks = list[Any]  # one value for each rank
 
 
@@ -23,54 +24,123 @@ def run_on_all_ranks(graph: Graph, inputs: Sequence[Sequence[Any]]) -> list[tupl
 
     Frees leave data alone, so that a joint graph that reads freed tensors shows what it is meant to compute.
     """
-    world = len(inputs)
+    ranks = range(len(inputs))
     feeds = [iter(of_rank) for of_rank in inputs]
-    values: dict[Node, Ranks] = {}
+    values: list[dict[Node, Any]] = [{} for _ in ranks]
+    pending: dict[int, torch.Tensor] = {}  # by the id of the garbage that stands for it, which `values` keeps alive
     for node in graph.nodes:
-        if node.op == "placeholder":
-            values[node] = [next(feed) for feed in feeds]
-            continue
-        args = [map_arg(node.args, lambda at, r=rank: values[at][r]) for rank in range(world)]
         if node.op == "output":
-            return [tuple(of_rank[0]) for of_rank in args]
-        assert node.op == "call_function", f"cannot run {node.format_node()}"
-        kwargs = [map_arg(node.kwargs, lambda at, r=rank: values[at][r]) for rank in range(world)]
-        values[node] = _compute(node.target, args, kwargs)
+            return [tuple(map_arg(node.args[0], of_rank.__getitem__)) for of_rank in values]
+        if node.op == "placeholder":
+            results = [next(feed) for feed in feeds]
+        else:
+            args = [map_arg(node.args, of_rank.__getitem__) for of_rank in values]
+            kwargs = [map_arg(node.kwargs, of_rank.__getitem__) for of_rank in values]
+            results = _compute(node, args, kwargs, pending)
+            _check_against_meta(node, results)
+        for of_rank, result in zip(values, results, strict=True):
+            of_rank[node] = result
     raise AssertionError("the graph has no output")
 
 
-def _compute(target: Any, args: list[Any], kwargs: list[Any]) -> Ranks:
-    if target in COLLECTIVES:
-        assert len({of_rank[1:] for of_rank in args}) == 1, "ranks disagree on a collective"
-        return COLLECTIVES[target](*zip(*args, strict=True))
-    if target is c10d.wait_tensor.default:
-        return [of_rank[0] for of_rank in args]
-    if target is torch.ops.inductor.resize_storage_bytes_.default:
-        return [None] * len(args)
-    assert target is operator.getitem or target.namespace in ("aten", "prims"), f"cannot simulate {target}"
-    return [target(*of_rank, **named) for of_rank, named in zip(args, kwargs, strict=True)]
+def _compute(node: Node, args: list[Any], kwargs: list[Any], pending: dict[int, torch.Tensor]) -> Ranks:
+    assert node.op == "call_function", f"cannot run {node.format_node()}"
+    first = [of_rank[0] for of_rank in args]
+    if node.target in GATHERS:
+        _check_collective(args)
+        if node.target is c10d.all_gather_into_tensor.default:
+            return [_launch(torch.cat(first), pending) for _ in args]
+        return [[_launch(torch.cat(parts), pending) for parts in zip(*first, strict=True)] for _ in args]
+    if node.target is c10d.reduce_scatter_tensor.default:
+        _check_collective(args)
+        return [_launch(part, pending) for part in _reduce_scatter(first, args[0][1])]
+    if node.target is WAIT:
+        return [pending.pop(id(started)) for started in first]
+    if node.target is RESIZE:
+        return [None for _ in args]
+    return [node.target(*of_rank, **named) for of_rank, named in zip(args, kwargs, strict=True)]  # type: ignore[operator]
 
 
-def _all_gather(inputs: Sequence[torch.Tensor], sizes: Sequence[int], _: Any) -> Ranks:
-    assert sizes[0] == len(inputs), "one process group of all ranks"
-    return [torch.cat(list(inputs)) for _ in inputs]
+def _check_collective(args: list[Any]) -> None:
+    assert len({of_rank[1:] for of_rank in args}) == 1, "ranks disagree on a collective"
+    assert args[0][-2] == len(args), "not a process group of all ranks"
 
 
-def _all_gather_coalesced(inputs: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int], names: Any) -> Ranks:
-    gathered = [_all_gather(member, sizes, names) for member in zip(*inputs, strict=True)]
-    return [[member[rank] for member in gathered] for rank in range(len(inputs))]
-
-
-def _reduce_scatter(inputs: Sequence[torch.Tensor], kinds: Sequence[str], sizes: Sequence[int], _: Any) -> Ranks:
-    assert sizes[0] == len(inputs), "one process group of all ranks"
+def _reduce_scatter(inputs: list[torch.Tensor], kind: str) -> Ranks:
+    """Element by element in the order of ranks, so that where in a bucket an element is cannot change its bits."""
     total = inputs[0].clone()
-    for of_rank in inputs[1:]:  # element by element in the order of ranks, wherever in a bucket an element is
+    for of_rank in inputs[1:]:
         total += of_rank
-    return list((total / len(inputs) if kinds[0] == "avg" else total).chunk(len(inputs)))
+    if kind == "avg":
+        total /= len(inputs)
+    else:
+        assert kind == "sum", kind
+    return [part.clone() for part in total.chunk(len(inputs))]
 
 
-COLLECTIVES: dict[Any, Callable[..., Ranks]] = {
-    c10d.all_gather_into_tensor.default: _all_gather,
-    c10d.all_gather_into_tensor_coalesced.default: _all_gather_coalesced,
-    c10d.reduce_scatter_tensor.default: _reduce_scatter,
-}
+def _launch(result: torch.Tensor, pending: dict[int, torch.Tensor]) -> torch.Tensor:
+    garbage = torch.full_like(result, float("nan") if result.is_floating_point() else -1)
+    pending[id(garbage)] = result
+    return garbage
+
+
+def _check_against_meta(node: Node, results: Ranks) -> None:
+    """What a pass wrote into ``meta["val"]`` must be what runs: the compiler generates code from it."""
+
+    def check(result: Any, promised: Any) -> None:
+        if isinstance(promised, (list, tuple)):
+            for pair in zip(result, promised, strict=True):
+                check(*pair)
+        elif isinstance(promised, torch.Tensor):
+            assert result.shape == promised.shape and result.dtype == promised.dtype, (
+                f"{node.format_node()} gives {result.dtype} {tuple(result.shape)} but its meta says "
+                f"{promised.dtype} {tuple(promised.shape)}"
+            )
+
+    if node.target is not RESIZE:
+        for result in results:
+            check(result, node.meta["val"])
+
+
+# -- inputs and outputs -----------------------------------------------------------------------------------------------
+
+
+def random_inputs(graph: Graph, world: int, seed: int = 0) -> list[list[Any]]:
+    """Inputs for each rank, all different; integers are 0 or 1, so that they can index anything."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(example: Any) -> Any:
+        if not isinstance(example, torch.Tensor):
+            return example
+        if example.is_floating_point():
+            drawn = torch.randn(example.shape, generator=generator).to(example.dtype)
+        else:
+            drawn = torch.randint(0, 2, example.shape, generator=generator).to(example.dtype)
+        if example.is_contiguous():
+            return drawn
+        # An operator may need just this layout: all inputs of such graphs are dense.
+        return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype).copy_(drawn)
+
+    examples = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
+    return [[draw(example) for example in examples] for _ in range(world)]
+
+
+def flat(nested: Any) -> list[Any]:
+    """The leaves of nested tuples, lists and dicts."""
+    leaves: list[Any] = []
+    map_aggregate(nested, leaves.append)
+    return leaves
+
+
+def same_bits(left: Any, right: Any) -> bool:
+    """Whether two nested structures hold tensors of equal dtypes, shapes and bits, NaNs included."""
+    mine, theirs = flat(left), flat(right)
+    return len(mine) == len(theirs) and all(_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor):
+        return bool(a == b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return a.contiguous().reshape(-1).view(torch.uint8).equal(b.contiguous().reshape(-1).view(torch.uint8))
