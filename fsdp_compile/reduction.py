@@ -88,7 +88,7 @@ class Reduction:
         if route.shard_group is not None and world > 1:
             self._output = self._source.new_empty(sum(self._sizes))
             op = OPS[route.scaling.op]
-            self._work = dist.reduce_scatter_tensor(
+            self._work = dist.reduce_scatter_single(
                 self._output, self._source.view(-1), op, route.shard_group, async_op=True
             )
         self._step = self._after_reduce_scatter

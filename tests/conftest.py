@@ -1,0 +1,33 @@
+"""Ranks for the tests of a file, on CPU (gloo) and, where there are enough of them, on GPUs (NCCL)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from ranks import Ranks
+
+
+def _ranks(world: int, backend: str = "gloo") -> Iterator[Ranks]:
+    ranks = Ranks(world, backend)
+    yield ranks
+    if ranks._processes:
+        ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def ranks2() -> Iterator[Ranks]:
+    yield from _ranks(2)
+
+
+@pytest.fixture(scope="module")
+def ranks4() -> Iterator[Ranks]:
+    yield from _ranks(4)
+
+
+@pytest.fixture(scope="module")
+def gpu_ranks2() -> Iterator[Ranks]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
+    yield from _ranks(2, "nccl")
