@@ -120,11 +120,11 @@ def _serve(rank: int, world: int, backend: str, folder: str, stacks: str, pipe: 
             faulthandler.dump_traceback_later(timeout, file=file)
             try:
                 _forget_earlier_tests()
-                answer = (True, ForkingPickler.dumps(function(*args)))
+                answer = (True, bytes(ForkingPickler.dumps(function(*args))))
             except BaseException:
                 answer = (False, traceback.format_exc())
             faulthandler.cancel_dump_traceback_later()
-            pipe.send(answer)
+            print("ANSWER", answer, flush=True); pipe.send(answer)
 
 
 def _forget_earlier_tests() -> None:
