@@ -124,7 +124,7 @@ def _serve(rank: int, world: int, backend: str, folder: str, stacks: str, pipe: 
             except BaseException:
                 answer = (False, traceback.format_exc())
             faulthandler.cancel_dump_traceback_later()
-            print("ANSWER", answer, flush=True); pipe.send(answer)
+            pipe.send(answer)
 
 
 def _forget_earlier_tests() -> None:
