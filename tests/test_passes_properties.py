@@ -26,14 +26,14 @@ from fsdp_compile.passes.graph_view import (
     tag_of,
 )
 from fsdp_compile.passes.torch_compat import RESIZE, c10d
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, Phase, given, note, settings
 from random_models import Tree, trees
 from simulated_ranks import flat, random_inputs, run_on_all_ranks, same_bits
 from torch.fx import Graph, Node
 
 
 def on_random_trees(examples: int) -> Callable[[Callable[[Tree], None]], Callable[[], None]]:
-    """Call a test with many trees, each the first time compiling it."""
+    """Call a test with many trees. A failing one is shown as found: shrinking it takes minutes (``Phase.shrink``)."""
 
     def decorate(test: Callable[[Tree], None]) -> Callable[[], None]:
         test = settings(
@@ -41,6 +41,7 @@ def on_random_trees(examples: int) -> Callable[[Callable[[Tree], None]], Callabl
             derandomize=True,
             deadline=None,
             database=None,
+            phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )(test)
         return given(trees())(test)  # type: ignore[return-value]
