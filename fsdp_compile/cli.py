@@ -12,6 +12,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import logging
 import math
 import operator
 import os
@@ -192,6 +193,7 @@ def run_on_local_ranks(args: argparse.Namespace) -> int:
     Raises:
         RankFailed: some rank raised or died.
     """
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it logs whom it ends; we say why
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the ranks, which share this machine's cores
     with tempfile.TemporaryDirectory() as directory:
         context = mp.start_processes(_rank_main, (args, directory), args.nproc, join=False, start_method="spawn")

@@ -61,7 +61,7 @@ def directory(tmp_path: Path) -> Path:
 def run(directory: Path, *args: str, command: list[str] = COMMAND) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [*command, *args], cwd=directory, env=environment, capture_output=True, text=True, timeout=120
+        [*command, *args], cwd=directory, env=environment, capture_output=True, text=True, timeout=300
     )
 
 

@@ -22,7 +22,7 @@ def blocks(language: str) -> list[str]:
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:
@@ -54,7 +54,7 @@ def test_the_usage_example_runs(tmp_path: Path) -> None:
     assert torchrun == "torchrun"
     done = run(sys.executable, "-m", "torch.distributed.run", *args, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"rank (\d): loss \d+\.\d+", "".join(sorted(done.stdout.splitlines()))) == ["0", "1"]
+    assert sorted(re.findall(r"rank (\d): loss \d+\.\d+", done.stdout)) == ["0", "1"]  # ranks may share a line
 
 
 def test_the_layout_is_there() -> None:
