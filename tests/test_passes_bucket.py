@@ -1,150 +1,127 @@
-"""Which collectives may become one, in small graphs made by hand."""
+"""What ``bucket`` merges and what it keeps apart, in small graphs made by hand, run on two simulated ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
+import pytest
 import torch
+from fake_world import copy_graph, fake_world, text_of
 from fsdp_compile.passes import PassContext, bucket
-from fsdp_compile.passes.graph_view import WAIT, Tag, gathers, reductions, set_tag
-from fsdp_compile.passes.torch_compat import c10d, emit
+from fsdp_compile.passes.graph_view import GATHERS, REDUCTIONS, WAIT, Tag, gathers, reductions, set_tag
+from fsdp_compile.passes.torch_compat import c10d
 from simulated_ranks import random_inputs, run_on_all_ranks, same_bits
-from torch._subclasses import FakeTensorMode
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
 
-WORLD = 2
-aten = torch.ops.aten
-
-
-class Maker:
-    """Builds a graph of tagged collectives; a parameter is a letter, its place in the alphabet its index."""
-
-    def __init__(self) -> None:
-        self.graph = Graph()
-        self.mode = FakeTensorMode()
-
-    def input(self, dtype: torch.dtype = torch.float32) -> Node:
-        """A placeholder of size (4, 3), before all else."""
-        count = len(self.graph.find_nodes(op="placeholder"))
-        first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
-        with self.graph.inserting_before(first) if first else self.graph.inserting_after():
-            node = self.graph.placeholder(f"x{count}")
-        with self.mode:
-            node.meta["val"] = torch.empty(4, 3, dtype=dtype)
-        return node
-
-    def gather(self, source: Node, param: str, group: int = 0, name: str = "0") -> Node:
-        start = emit(self.graph, c10d.all_gather_into_tensor.default, source, WORLD, name)
-        return self._wait(start, Tag(group, "", (param,), (ord(param) - ord("a"),), "unshard"))
-
-    def reduce(self, source: Node, param: str, group: int = 0, kind: str = "avg", name: str = "0") -> Node:
-        start = emit(self.graph, c10d.reduce_scatter_tensor.default, source, kind, WORLD, name)
-        return self._wait(start, Tag(group, "", (param,), (ord(param) - ord("a"),), "reduce"))
-
-    def _wait(self, start: Node, tag: Tag) -> Node:
-        wait = emit(self.graph, WAIT, start)
-        set_tag(start, tag)
-        set_tag(wait, tag)
-        return wait
-
-    def double(self, source: Node) -> Node:
-        return emit(self.graph, aten.add.Tensor, source, source)
-
-    def stack(self, *sources: Node) -> Node:
-        """Of ``WORLD`` shards, something of the size of the whole."""
-        return emit(self.graph, aten.cat.default, list(sources))
-
-    def bucketed(self, *outputs: Node) -> list[str]:
-        """Run the pass, check that results are the same, and return the parameters of each launch in order."""
-        self.graph.output(outputs)
-        graph = GraphModule(torch.nn.Module(), self.graph).graph
-        inputs = random_inputs(graph, WORLD)
-        before = run_on_all_ranks(graph, inputs)
-        bucket(graph, PassContext())
-        assert same_bits(before, run_on_all_ranks(graph, inputs))
-        assert bucket(graph, PassContext()).changes == 0
-        launches = {found.start: found for found in (*gathers(graph), *reductions(graph))}
-        return ["".join(launches[node].tag.params) for node in graph.nodes if node in launches]
+Function = Callable[..., tuple[torch.Tensor, ...]]
 
 
-def test_members_are_in_the_order_of_their_group() -> None:
-    make = Maker()
-    x, y, z = make.input(), make.input(), make.input()
-    assert make.bucketed(make.reduce(x, "c"), make.reduce(y, "a"), make.reduce(z, "b")) == ["abc"]
+@pytest.fixture(autouse=True)
+def world() -> Iterator[None]:
+    with fake_world(size=2):
+        yield
+
+
+def gather(x: torch.Tensor, group: str = "0") -> torch.Tensor:
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, group))
+
+
+def reduce(x: torch.Tensor, kind: str = "avg", group: str = "0") -> torch.Tensor:
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, kind, 2, group))
+
+
+def trace(function: Function, *inputs: torch.Tensor, groups: tuple[int, ...] = (0, 0, 0, 0)) -> Graph:
+    """The graph of ``function``; its i-th launch moves parameter "p<i>" of the group ``groups[i]``."""
+    graph = make_fx(function, tracing_mode="fake")(*inputs).graph
+    launches = [node for node in graph.nodes if node.target in (*GATHERS, *REDUCTIONS)]
+    for index, start in enumerate(launches):
+        phase = "unshard" if start.target in GATHERS else "reduce"
+        tag = Tag(groups[index], f"module{groups[index]}", (f"p{index}",), (index,), phase)
+        for node in (start, *(user for user in start.users if user.target is WAIT)):
+            set_tag(node, tag)
+    return graph
+
+
+def bucketed(before: Graph) -> list[tuple[str, ...]]:
+    """Run the pass, check what is always true, and return the parameters of each launch, in order."""
+    after = copy_graph(before)
+    report = bucket(after, PassContext())
+    after.lint()
+    inputs = random_inputs(before, 2)
+    assert same_bits(run_on_all_ranks(before, inputs), run_on_all_ranks(after, inputs))
+    again = copy_graph(after)
+    assert bucket(again, PassContext()).changes == 0
+    assert text_of(again) == text_of(after)
+    assert (text_of(before) == text_of(after)) == (report.changes == 0)
+    found = {each.start: each.tag.params for each in (*gathers(after), *reductions(after))}
+    return [found[node] for node in after.nodes if node in found]
+
+
+A, B = torch.ones(4, 3), torch.ones(2, 5)
+
+
+def test_merges_gathers_at_the_first() -> None:
+    """The cast of the second moves up with it, the compute between does not."""
+    graph = trace(lambda a, b: (gather(a).sum() * 2, gather(b.double())), A, B)
+    assert bucketed(graph) == [("p0", "p1")]
+
+
+def test_merges_reductions_at_the_last() -> None:
+    """What is computed from the first one's result moves down behind it."""
+    graph = trace(lambda a, b: (reduce(a) / 3, reduce(b.cos()).double()), A, B)
+    assert bucketed(graph) == [("p0", "p1")]
+
+
+def test_order_is_that_of_the_group() -> None:
+    graph = trace(lambda a, b: (reduce(a), reduce(b)), A, B)
+    for each, index in zip(list(reductions(graph)), (1, 0), strict=True):
+        for node in (each.start, *each.waits):
+            set_tag(node, Tag(0, "module", (f"p{index}",), (index,), "reduce"))
+    assert bucketed(graph) == [("p0", "p1")]
+
+
+def test_one_alone_stays() -> None:
+    assert bucketed(trace(lambda a, b: (gather(a), reduce(b)), A, B)) == [("p0",), ("p1",)]
 
 
 def test_groups_stay_apart() -> None:
-    make = Maker()
-    x = make.input()
-    results = [make.gather(x, param, group) for param in "ab" for group in (0, 1)]
-    assert make.bucketed(*results) == ["ab", "ab"]
+    graph = trace(lambda a, b: (gather(a), gather(b), gather(a + 1), gather(b + 1)), A, B, groups=(0, 1, 0, 1))
+    assert bucketed(graph) == [("p0", "p2"), ("p1", "p3")]
 
 
-def test_process_groups_stay_apart() -> None:
-    make = Maker()
-    x = make.input()
-    results = [make.gather(x, "a"), make.gather(x, "b", name="1"), make.reduce(x, "a"), make.reduce(x, "b", name="1")]
-    assert make.bucketed(*results) == ["a", "b", "a", "b"]
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: (gather(a), gather(b, "other")),
+        lambda a, b: (reduce(a), reduce(b, group="other")),
+        lambda a, b: (reduce(a), reduce(b, kind="sum")),
+        lambda a, b: (reduce(a), reduce(b.double())),
+    ],
+    ids=["gathers on two process groups", "reductions on two process groups", "kinds", "dtypes"],
+)
+def test_what_cannot_travel_together_stays_apart(function: Function) -> None:
+    assert bucketed(trace(function, A, B)) == [("p0",), ("p1",)]
 
 
-def test_kinds_and_dtypes_of_reductions_stay_apart() -> None:
-    make = Maker()
-    x, y = make.input(), make.input(torch.float64)
-    results = [make.reduce(x, "a"), make.reduce(y, "b"), make.reduce(x, "c"), make.reduce(y, "d")]
-    assert make.bucketed(*results, make.reduce(x, "e", kind="sum")) == ["ac", "bd", "e"]
+@pytest.mark.parametrize(
+    "function",
+    [lambda a, b: (gather(b), gather(gather(a) * 2)), lambda a, b: (reduce(b), reduce(reduce(a) * 2))],
+    ids=["gathers", "reductions"],
+)
+def test_what_needs_the_other_is_not_merged_with_it(function: Function) -> None:
+    """Parameter 2 is computed from parameter 1; 0 is independent of both, so it goes with the one before."""
+    assert bucketed(trace(function, A, B)) == [("p0", "p1"), ("p2",)]
 
 
-def test_dtypes_of_gathers_may_differ() -> None:
-    make = Maker()
-    assert make.bucketed(make.gather(make.input(), "a"), make.gather(make.input(torch.bfloat16), "b")) == ["ab"]
+def test_dependent_reductions_are_merged_with_their_peers() -> None:
+    graph = trace(lambda a, b: (reduce(a), reduce(reduce(b) * 2), reduce(a - 1)), A, torch.ones(4, 5))
+    assert bucketed(graph) == [("p0", "p1", "p3"), ("p2",)]
 
 
-def test_the_second_run_of_a_module_has_its_own_bucket() -> None:
-    make = Maker()
-    x, y = make.input(), make.input()
-    results = [make.gather(x, "a"), make.gather(y, "b"), make.gather(x, "a"), make.gather(y, "b")]
-    assert make.bucketed(*results) == ["ab", "ab"]
-
-
-def test_what_uses_an_early_result_moves_behind_the_bucket() -> None:
-    make = Maker()
-    x, y = make.input(), make.input()
-    early = make.double(make.double(make.reduce(x, "a")))
-    late = make.reduce(make.double(y), "b")
-    assert make.bucketed(early, late) == ["ab"]
-
-
-def test_casts_of_shards_move_up() -> None:
-    make = Maker()
-    x, y = make.input(), make.input()
-    a = make.double(make.gather(x, "a"))
-    assert make.bucketed(a, make.gather(make.double(y), "b")) == ["ab"]
-
-
-def test_a_reduction_of_a_reduction_stays_apart() -> None:
-    make = Maker()
-    a = make.reduce(make.input(), "a")
-    b = make.reduce(make.stack(a, a), "b")
-    c = make.reduce(make.input(), "c")
-    assert make.bucketed(a, b, c) == ["ac", "b"]
-
-
-def test_a_gather_of_a_gather_stays_apart() -> None:
-    make = Maker()
-    b = make.gather(make.gather(make.input(), "a"), "b")
-    assert make.bucketed(b, make.gather(make.input(), "c")) == ["ac", "b"]
-
-
-def test_two_buckets_make_no_cycle_between_them() -> None:
-    """b of group 0 needs a of group 1, and b of group 1 needs a of group 0: only one of the groups can merge."""
-    make = Maker()
-    a0, a1 = make.reduce(make.input(), "a", group=0), make.reduce(make.input(), "a", group=1)
-    b0 = make.reduce(make.stack(a1, a1), "b", group=0)
-    b1 = make.reduce(make.stack(a0, a0), "b", group=1)
-    assert make.bucketed(b0, b1) == ["a", "ab", "b"]
-
-
-def test_members_that_need_each_other_crosswise_make_two_buckets() -> None:
-    """c needs a, and b needs d: merging a with b and c with d would be a cycle."""
-    make = Maker()
-    a, d = make.reduce(make.input(), "a"), make.reduce(make.input(), "d")
-    c, b = make.reduce(make.stack(a, a), "c"), make.reduce(make.stack(d, d), "b")
-    assert make.bucketed(a, b, c, d) == ["ad", "bc"]
+def test_a_module_that_runs_twice_has_two_buckets() -> None:
+    graph = trace(lambda a, b: (gather(a), gather(b), gather(a), gather(b)), A, B)
+    for each, index in zip(list(gathers(graph)), (0, 1, 0, 1), strict=True):
+        for node in (each.start, *each.waits):
+            set_tag(node, Tag(0, "module", (f"p{index}",), (index,), "unshard"))
+    assert bucketed(graph) == [("p0", "p1"), ("p0", "p1")]
