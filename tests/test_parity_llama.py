@@ -95,14 +95,15 @@ def hugging_face():
 
 def test_unmodified_hugging_face_llama(ranks2):
     pytest.importorskip("transformers", reason="the Hugging Face test needs transformers")
-    for equal, graphs, breaks, recompiles, report in ranks2.run(_compare_hugging_face):
-        assert equal, report
+    # AOTAutograd may sum the gradients of a tensor with many uses in another order than eager autograd, so not bitwise.
+    for close, graphs, breaks, recompiles, report in ranks2.run(_compare_hugging_face):
+        assert close, report
         assert (graphs, breaks, recompiles) == (1, 0, 0), report
 
 
 def _compare_hugging_face():
     report = compare_training(hugging_face, steps=4, backend="fsdp_eager")
-    return report.bitwise_equal, report.graphs, report.graph_breaks, report.recompiles, str(report)
+    return report.within(1e-6), report.graphs, report.graph_breaks, report.recompiles, str(report)
 
 
 @pytest.mark.parametrize("backend", [None, "fsdp_eager"])
