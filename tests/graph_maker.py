@@ -1,0 +1,85 @@
+"""Builds small graphs of tagged collectives by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fsdp_compile.passes import PassContext
+from fsdp_compile.passes.graph_view import WAIT, Tag, gathers, reductions, set_tag
+from fsdp_compile.passes.torch_compat import c10d, emit
+from simulated_ranks import random_inputs, run_on_all_ranks
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+
+WORLD = 2
+aten = torch.ops.aten
+
+
+class GraphMaker:
+    """Builds a graph of tagged collectives; a parameter is a letter, its place in the alphabet its index."""
+
+    def __init__(self) -> None:
+        self.graph = Graph()
+        self.mode = FakeTensorMode()
+
+    def input(self, dtype: torch.dtype = torch.float32) -> Node:
+        """A placeholder of size (4, 3), before all else."""
+        count = len(self.graph.find_nodes(op="placeholder"))
+        first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
+        with self.graph.inserting_before(first) if first else self.graph.inserting_after():
+            node = self.graph.placeholder(f"x{count}")
+        with self.mode:
+            node.meta["val"] = torch.empty(4, 3, dtype=dtype)
+        return node
+
+    def gather(self, source: Node, param: str, group: int = 0, name: str = "0") -> Node:
+        start = emit(self.graph, c10d.all_gather_into_tensor.default, source, WORLD, name)
+        return self._wait(start, Tag(group, "", (param,), (ord(param) - ord("a"),), "unshard"))
+
+    def reduce(self, source: Node, param: str, group: int = 0, kind: str = "avg", name: str = "0") -> Node:
+        start = emit(self.graph, c10d.reduce_scatter_tensor.default, source, kind, WORLD, name)
+        return self._wait(start, Tag(group, "", (param,), (ord(param) - ord("a"),), "reduce"))
+
+    def _wait(self, start: Node, tag: Tag) -> Node:
+        wait = emit(self.graph, WAIT, start)
+        set_tag(start, tag)
+        set_tag(wait, tag)
+        return wait
+
+    def double(self, source: Node) -> Node:
+        return emit(self.graph, aten.add.Tensor, source, source)
+
+    def stack(self, *sources: Node) -> Node:
+        """Of ``WORLD`` shards, something of the size of the whole."""
+        return emit(self.graph, aten.cat.default, list(sources))
+
+    def cast(self, source: Node, dtype: torch.dtype, param: str, group: int = 0) -> Node:
+        """A cast that a reduction makes."""
+        node = emit(self.graph, torch.ops.prims.convert_element_type.default, source, dtype)
+        set_tag(node, Tag(group, "", (param,), (ord(param) - ord("a"),), "reduce"))
+        return node
+
+    def add(self, left: Node, right: Node) -> Node:
+        return emit(self.graph, aten.add.Tensor, left, right)
+
+    def finish(self, *outputs: Node) -> Graph:
+        self.graph.output(outputs)
+        return GraphModule(torch.nn.Module(), self.graph).graph
+
+
+def launches(graph: Graph) -> list[str]:
+    """The parameters of each launch, in order."""
+    found = {each.start: each for each in (*gathers(graph), *reductions(graph))}
+    return ["".join(found[node].tag.params) for node in graph.nodes if node in found]
+
+
+def run_pass(each: Callable[[Graph, PassContext], Any], graph: Graph) -> tuple[Any, Any]:
+    """Run a pass, twice; returns what the graph computes before and after, on the same inputs."""
+    inputs = random_inputs(graph, WORLD)
+    before = run_on_all_ranks(graph, inputs)
+    each(graph, PassContext())
+    graph.lint()
+    assert each(graph, PassContext()).changes == 0
+    return before, run_on_all_ranks(graph, inputs)
