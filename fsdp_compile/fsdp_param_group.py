@@ -177,17 +177,14 @@ class FSDPParamGroup:
         """Whether the modules hold tensors that a compiled graph made."""
         return self._traced is not None
 
+    @property
+    def is_traceable(self) -> bool:
+        """Whether all settings have a traced form."""
+        one_dimensional = self.mesh_info.replicate_mesh_dim is None and self.post_forward_mesh_info is None
+        return one_dimensional and self.reduce_grads and self.all_reduce_hook is None
+
     def unshard_traced(self) -> None:
         """Emit the all-gathers of all parameters into the graph being traced."""
-        untraced = {
-            "set_requires_gradient_sync(False)": not self.reduce_grads,
-            "reshard_after_forward=<int>": self.post_forward_mesh_info is not None,
-            "a 2D mesh": self.mesh_info.replicate_mesh_dim is not None,
-            "set_all_reduce_hook": self.all_reduce_hook is not None,
-        }
-        for feature, used in untraced.items():
-            if used:  # without fullgraph=True the compiler then leaves the module to the eager executor
-                raise NotImplementedError(f"{self.label} uses {feature}, which has no traced form yet")
         self._trace_token = trace_token()
         self._traced = [param.unshard_traced() for param in self.params]
 

@@ -27,6 +27,11 @@ from .nested import cast_floating_point, map_tensors, tensors_requiring_grad
 from .policies import MixedPrecisionPolicy
 from .reduction import Reduction
 
+UNTRACED = (
+    "fsdp_compile: this module's transitions run eagerly; a 2D mesh, reshard_after_forward=<int>, "
+    "set_requires_gradient_sync(False) and set_all_reduce_hook have no traced form yet"
+)
+
 
 class TrainingState(Enum):
     """Where a module is in its iteration; eager executor only."""
@@ -94,9 +99,13 @@ class FSDPState:
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         args, kwargs = self._cast_inputs(args, kwargs)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and self._is_traceable:
             self._unshard_traced()
             return args, kwargs
+        return self._pre_forward_eager(args, kwargs)
+
+    @torch.compiler.disable(reason=UNTRACED)
+    def _pre_forward_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if self.training_state is TrainingState.PRE_BACKWARD:  # activation checkpointing recomputes this forward
             self._unshard()
             return args, kwargs
@@ -107,16 +116,21 @@ class FSDPState:
         return self._watch_inputs(args, kwargs) if first else (args, kwargs)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        if torch.compiler.is_compiling() or any(group.is_traced for group in self.groups):
+        if (torch.compiler.is_compiling() and self._is_traceable) or any(group.is_traced for group in self.groups):
             self._reshard_traced()
-        elif self.training_state is not TrainingState.PRE_BACKWARD and self._leave_forward(module):
+        else:
+            self._post_forward_eager(module, output)
+        return self._cast_output(output)
+
+    @torch.compiler.disable(reason=UNTRACED)
+    def _post_forward_eager(self, module: nn.Module, output: Any) -> None:
+        if self.training_state is not TrainingState.PRE_BACKWARD and self._leave_forward(module):
             if not torch_compat.in_backward():
                 self._reshard_after_forward()
                 if torch.is_grad_enabled():
                     self.context.forward_order.append(self)
             self._watch_outputs(output)
             self.training_state = TrainingState.IDLE
-        return self._cast_output(output)
 
     def _enter_forward(self) -> bool:
         """Whether this call begins a pass through the modules of this state."""
@@ -159,6 +173,11 @@ class FSDPState:
         return output if dtype is None else cast_floating_point(dtype, output)
 
     # -- forward, traced ----------------------------------------------------------------------------------------------
+
+    @property
+    def _is_traceable(self) -> bool:
+        """Whether all that the groups are set to do has a traced form; if not, the eager executor runs, untraced."""
+        return all(group.is_traceable for group in self.groups)
 
     def _unshard_traced(self) -> None:
         for group in self.groups:

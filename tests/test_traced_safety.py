@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from models import Block, Net, assert_same, shard, train
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import backend as fsdp_backend
@@ -154,3 +155,16 @@ def _inference():
         train_and_evaluate(eager, eager),
         train_and_evaluate(model, torch.compile(model, backend="fsdp_eager", fullgraph=True)),
     )
+
+
+def test_settings_without_a_traced_form_run_eagerly(ranks2):
+    ranks2.run(_untraced)
+
+
+def _untraced():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    eager, model = build(mesh=mesh), build(mesh=mesh)
+    assert_same(train(eager), train(model, torch.compile(model, backend="fsdp_eager")))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="no traced form"):
+        torch.compile(build(mesh=mesh), backend="fsdp_eager", fullgraph=True)(torch.ones(2, 12))
