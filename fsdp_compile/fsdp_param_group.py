@@ -76,9 +76,11 @@ class FSDPParamGroup:
 
     def unshard(self) -> None:
         """Start the all-gather unless the unsharded parameters are there, or on their way, and up to date."""
+        stale = any(param.is_stale for param in self.params)
+        if self._gather is not None and stale:
+            self.reshard()  # it was started before the sharded parameters were written
         if self._gather is not None or not self.params:
             return
-        stale = any(param.is_stale for param in self.params)
         if self.sharded_state is ShardedState.UNSHARDED and not stale:
             return
         mesh_info = self.mesh_info
