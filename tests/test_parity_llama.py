@@ -95,7 +95,7 @@ def hugging_face():
 
 def test_unmodified_hugging_face_llama(ranks2):
     pytest.importorskip("transformers", reason="the Hugging Face test needs transformers")
-    # AOTAutograd may sum the gradients of a tensor with many uses in another order than eager autograd, so not bitwise.
+    # Not bitwise: traced, its attention makes a mask that it otherwise does without, and SDPA takes another kernel.
     for close, graphs, breaks, recompiles, report in ranks2.run(_compare_hugging_face):
         assert close, report
         assert (graphs, breaks, recompiles) == (1, 0, 0), report

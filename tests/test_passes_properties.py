@@ -170,9 +170,28 @@ def check_accumulate(before: Graph, world: int) -> Graph:
     if text_of(before) == text_of(after):
         assert same_bits(left, right)
     else:
-        torch.testing.assert_close(left, right, rtol=0.05, atol=0.05, equal_nan=True)
+        assert_equal_but_for_rounding(left, right, coarsest_step(before))
     check_unchanged(accumulate, after)
     return after
+
+
+def coarsest_step(graph: Graph) -> float:
+    """The largest relative rounding step among the dtypes that the graph computes in."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    dtypes = {v.dtype for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+def assert_equal_but_for_rounding(
+    left: list[torch.Tensor | None], right: list[torch.Tensor | None], step: float
+) -> None:
+    """Compare with the size of the whole tensor: where terms cancel, a small element has the rounding of large ones."""
+    for a, b in zip(left, right, strict=True):
+        if not isinstance(a, torch.Tensor) or not a.numel():
+            assert type(a) is type(b)
+            continue
+        largest = a.nan_to_num(0, 0, 0).abs().max().item()
+        torch.testing.assert_close(a, b, rtol=0, atol=4 * step * largest, equal_nan=True)
 
 
 def check_regather(before: Graph, after: Graph) -> None:
