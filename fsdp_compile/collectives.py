@@ -1,4 +1,4 @@
-"""The operations that a transition emits: as asynchronous work in eager, as functional graph nodes when traced."""
+"""What a transition emits: in eager a gather under way; traced, graph nodes for the gather and for its reduction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from . import torch_compat
-from .mesh_info import DataParallelMeshInfo
+from .mesh_info import FSDPMeshInfo
 from .tracing import read_recipe, tagged
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Gather(NamedTuple):
             self.work.wait()
 
 
-def launch_all_gather(params: Sequence[FSDPParam], mesh_info: DataParallelMeshInfo) -> Gather:
+def launch_all_gather(params: Sequence[FSDPParam], mesh_info: FSDPMeshInfo) -> Gather:
     """Start one all-gather for all ``params``, straight into each one's all-gather output: no copy in, no copy out."""
     inputs = [param.all_gather_input() for param in params]
     # `.data` has a version counter of its own: what autograd saved of the output before it was freed stays valid.

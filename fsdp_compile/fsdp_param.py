@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from . import torch_compat
 from .collectives import UnshardFunction
-from .mesh_info import DataParallelMeshInfo
+from .mesh_info import FSDPMeshInfo
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .reduction import Scaling, scaling_for
 from .staleness import write_stamp
@@ -69,7 +69,7 @@ class FSDPParam:
         self,
         param: nn.Parameter,
         owners: list[tuple[nn.Module, str]],
-        mesh_info: DataParallelMeshInfo,
+        mesh_info: FSDPMeshInfo,
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
@@ -80,7 +80,7 @@ class FSDPParam:
         self.mp_policy = mp_policy
         self.shard_device = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
         self.name = owners[0][1]  # lengthened to the name from the root when a root adopts this parameter
-        self.tag: dict[str, Any] = {}  # what graph nodes made for this parameter carry
+        self._tag: dict[str, Any] = {}  # what graph nodes made for this parameter carry
         self.recipe = ""  # for graphs; see `write_recipe`
         self.sharded_state = ShardedState.SHARDED
         self.gradient_divide_factor: float | None = None
@@ -135,8 +135,7 @@ class FSDPParam:
     def placements(self) -> tuple[Placement, ...]:
         """Placements of the sharded parameter on its mesh."""
         kinds: list[Placement] = [Replicate()] * self.mesh_info.mesh.ndim
-        if self.mesh_info.shard_mesh_dim is not None:
-            kinds[self.mesh_info.shard_mesh_dim] = Shard(0)
+        kinds[self.mesh_info.shard_mesh_dim] = Shard(0)
         return tuple(kinds)
 
     # -- the sharded parameter ----------------------------------------------------------------------------------------
@@ -190,7 +189,7 @@ class FSDPParam:
             )
         self.sharded_param = registered
         self.register(registered)  # assignment by name gives each owner of a shared parameter one of its own
-        local = registered.to_local() if not torch.is_grad_enabled() else registered.detach().to_local()
+        local = registered.detach().to_local()
         if local.is_meta or self._shares_storage(local):
             return
         if local.size() == self.padded_sharded_size and local.is_contiguous():
@@ -209,19 +208,17 @@ class FSDPParam:
 
     def set_tag(self, tag: dict[str, Any]) -> None:
         """Set what graph nodes made for this parameter carry: see ``passes.graph_view``."""
-        self.tag = tag
+        self._tag = tag
         self.update_recipe()
 
     def update_recipe(self) -> None:
         """Write down for graphs how to unshard and to reduce; to be called when any of it changes."""
-        if self.mesh_info.shard_mesh_dim is None:
-            return
         rows, world = self.orig_size[0], self.world_size
         padding = self.padded_sharded_size[0] * world - rows
         group_name = self.mesh_info.shard_process_group.group_name
         scaling = self.scaling()
         self.recipe = write_recipe(
-            tag=self.tag,
+            tag=self._tag,
             unshard=[rows, padding, self.compute_dtype, world, group_name],
             reduce=[padding, self.reduce_dtype, *scaling, world, group_name],
         )
@@ -287,7 +284,7 @@ class FSDPParam:
         self._free_unsharded_data()
         self.sharded_state = ShardedState.SHARDED
 
-    def to_sharded_post_forward(self, mesh_info: DataParallelMeshInfo) -> None:
+    def to_sharded_post_forward(self, mesh_info: FSDPMeshInfo) -> None:
         """Keep a slice of the unsharded data among the shard ranks of ``mesh_info``, a part of the mesh; free the rest.
 
         The modules get the sharded parameter back: the slice is for the gather of the backward only.

@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from .collectives import Gather, launch_all_gather
 from .fsdp_param import FSDPParam, ShardedState, shared_owners
-from .mesh_info import DataParallelMeshInfo
+from .mesh_info import FSDPMeshInfo
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .reduction import Reduction, Route
 from .tracing import frees_are_restored, trace_token, warn_once
@@ -31,11 +31,11 @@ class FSDPParamGroup:
         self,
         params: list[nn.Parameter],
         modules: list[nn.Module],
-        mesh_info: DataParallelMeshInfo,
+        mesh_info: FSDPMeshInfo,
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
-        post_forward_mesh_info: DataParallelMeshInfo | None = None,
+        post_forward_mesh_info: FSDPMeshInfo | None = None,
     ) -> None:
         self.mesh_info = mesh_info
         self.post_forward_mesh_info = post_forward_mesh_info
@@ -118,6 +118,11 @@ class FSDPParamGroup:
         for param in self.params:
             param.to_sharded_post_forward(self.post_forward_mesh_info)
 
+    def drop_unused_gather(self) -> None:
+        """After the backward: free what was gathered ahead but never used, for weights may change from here on."""
+        if self._gather is not None:
+            self.reshard()
+
     def hide_unsharded(self) -> None:
         """Hand the sharded parameters to the modules but keep the unsharded data for the backward.
 
@@ -155,10 +160,9 @@ class FSDPParamGroup:
         return grad
 
     def _route(self, param: FSDPParam) -> Route:
-        mesh = self.mesh_info
         return Route(
-            shard_group=mesh.shard_process_group if mesh.shard_mesh_dim is not None else None,
-            replicate_group=mesh.replicate_process_group if mesh.replicate_mesh_dim is not None else None,
+            shard_group=self.mesh_info.shard_process_group,
+            replicate_group=self.mesh_info.replicate_process_group,
             scaling=param.scaling(),
             hook=self.all_reduce_hook,
             all_reduce=self.all_reduce_grads,

@@ -212,7 +212,7 @@ class FSDPState:
             return
         for tensor in tensors_requiring_grad(output):
             tensor.register_hook(self._pre_backward_hook)
-            base = tensor._base
+            base = torch_compat.base_of_view(tensor)
             if base is not None and base.grad_fn is not None:
                 # If the user modifies this view in place, autograd routes around the hook above but not around this.
                 base.grad_fn.register_prehook(self._pre_backward_hook)
@@ -255,6 +255,8 @@ class FSDPState:
                 state.post_backward()  # its inputs required no gradient
             state.training_state = TrainingState.IDLE
             state._not_run = []
+            for group in state.groups:
+                group.drop_unused_gather()
         context.settle_reductions(in_flight=0)
         if context.is_last_backward:
             context.forward_order.clear()

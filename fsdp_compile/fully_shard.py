@@ -69,7 +69,8 @@ def fully_shard(  # type: ignore[misc]
     Args:
         module: module to shard, or a list of modules that make one group: it is unsharded when the first of them runs
             and resharded when all have run.
-        mesh: 1-D device mesh of the ranks to shard over; default: all ranks.
+        mesh: device mesh of the ranks to shard over; default: all ranks. Over a 2-D mesh, parameters are sharded over
+            the last dimension and replicated over the first.
         reshard_after_forward: ``True`` frees the unsharded parameters after forward and gathers them again in
             backward, ``False`` keeps them, ``None`` means ``True`` except for the root, which backward needs first. An
             int that divides the number of shard ranks: that many neighbouring ranks together keep the parameters whole
@@ -82,12 +83,15 @@ def fully_shard(  # type: ignore[misc]
         ``module`` itself, now also an :class:`FSDPModule`; its parameters are ``DTensor`` shards.
 
     Raises:
+        TypeError: an argument of a wrong type.
         ValueError: bad mesh, a module without ``forward``, a module already sharded, a scalar or non-contiguous
             parameter; the message names it. The model is left as it was.
         NotImplementedError: an argument of torch's that has no implementation here yet.
     """
     modules = [module] if isinstance(module, nn.Module) else _without_descendants(module)
-    _check_arguments(modules, reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
+    _check_modules(modules)
+    _check_types(mesh, mp_policy, offload_policy, ignored_params)
+    _check_arguments(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
     mesh_info = mesh_info_of(mesh or default_mesh())
     device = device_of(mesh_info.mesh)
     params, buffers = _managed_tensors(modules, ignored_params or set())
@@ -111,22 +115,35 @@ def fully_shard(  # type: ignore[misc]
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
+def _check_modules(modules: list[nn.Module]) -> None:
+    if not modules:
+        raise ValueError("fully_shard got an empty list of modules")
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            raise ValueError(f"fully_shard was already applied to this module: {type(module).__name__}")
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+            raise ValueError(f"fully_shard does not support containers without a forward: {type(module).__name__}")
+
+
+def _check_types(mesh: Any, mp_policy: Any, offload_policy: Any, ignored_params: Any) -> None:
+    expected: list[tuple[str, Any, type, bool]] = [
+        ("mesh", mesh, DeviceMesh, True),
+        ("mp_policy", mp_policy, MixedPrecisionPolicy, False),
+        ("offload_policy", offload_policy, OffloadPolicy, False),
+        ("ignored_params", ignored_params, set, True),
+    ]
+    for name, value, kind, optional in expected:
+        if not isinstance(value, kind) and not (optional and value is None):
+            wanted, found = (f"{cls.__module__}.{cls.__qualname__}" for cls in (kind, type(value)))
+            raise TypeError(f"fully_shard({name}=...) takes a {wanted}, not a {found}")  # torch's own policies, say
+
+
 def _check_arguments(
-    modules: list[nn.Module],
     reshard_after_forward: bool | int | None,
     shard_placement_fn: Any,
     offload_policy: OffloadPolicy,
     dp_mesh_dims: Any,
 ) -> None:
-    if not modules:
-        raise ValueError("fully_shard got an empty list of modules")
-    for module in modules:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"fully_shard expects a module or a list of modules, not {type(module).__name__}")
-        if isinstance(module, FSDPModule):
-            raise ValueError(f"fully_shard was already applied to this module: {type(module).__name__}")
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-            raise ValueError(f"fully_shard does not support containers without a forward: {type(module).__name__}")
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
         raise ValueError(f"reshard_after_forward should be a bool, an int or None, not {reshard_after_forward!r}")
     for name, value in (("shard_placement_fn", shard_placement_fn), ("dp_mesh_dims", dp_mesh_dims)):
@@ -164,9 +181,10 @@ def _post_forward(
 
 def _without_descendants(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """``modules`` without duplicates and without those that lie below another of them."""
+    if not isinstance(modules, (list, tuple)) or not all(isinstance(module, nn.Module) for module in modules):
+        raise TypeError(f"fully_shard expects a module or a list of modules, not {modules!r:.100}")
     unique = list(dict.fromkeys(modules))
-    below = {child for module in unique if isinstance(module, nn.Module) for child in module.modules()
-             if child is not module}
+    below = {child for module in unique for child in module.modules() if child is not module}
     return [module for module in unique if module not in below]
 
 

@@ -10,26 +10,26 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 @dataclass(frozen=True)
-class DataParallelMeshInfo:
+class FSDPMeshInfo:
     """The data-parallel mesh of one parameter group.
 
     Attributes:
         mesh: 1-D or 2-D mesh over data-parallel ranks.
-        shard_mesh_dim: mesh dimension over which parameters are sharded, or ``None``.
+        shard_mesh_dim: mesh dimension over which parameters are sharded.
         replicate_mesh_dim: mesh dimension over which shards are replicated, or ``None``.
     """
 
     mesh: DeviceMesh
-    shard_mesh_dim: int | None = None
+    shard_mesh_dim: int
     replicate_mesh_dim: int | None = None
 
     @property
     def shard_mesh_size(self) -> int:
-        return 1 if self.shard_mesh_dim is None else self.mesh.size(self.shard_mesh_dim)
+        return self.mesh.size(self.shard_mesh_dim)
 
     @property
     def shard_mesh_rank(self) -> int:
-        return 0 if self.shard_mesh_dim is None else self.mesh.get_local_rank(self.shard_mesh_dim)
+        return self.mesh.get_local_rank(self.shard_mesh_dim)
 
     @property
     def replicate_mesh_size(self) -> int:
@@ -38,26 +38,12 @@ class DataParallelMeshInfo:
     @property
     def shard_process_group(self) -> dist.ProcessGroup:
         """The group that all-gathers parameters and reduce-scatters gradients."""
-        assert self.shard_mesh_dim is not None, f"{self.mesh} has no shard dimension"
         return self.mesh.get_group(self.shard_mesh_dim)
 
     @property
-    def replicate_process_group(self) -> dist.ProcessGroup:
-        """The group that all-reduces the sharded gradients."""
-        assert self.replicate_mesh_dim is not None, f"{self.mesh} has no replicate dimension"
-        return self.mesh.get_group(self.replicate_mesh_dim)
-
-
-class FSDPMeshInfo(DataParallelMeshInfo):
-    """Parameters sharded over a 1-D mesh."""
-
-
-class HSDPMeshInfo(FSDPMeshInfo):
-    """Parameters sharded over one dimension of a 2-D mesh and replicated over the other."""
-
-
-class DDPMeshInfo(DataParallelMeshInfo):
-    """Parameters replicated, not sharded."""
+    def replicate_process_group(self) -> dist.ProcessGroup | None:
+        """The group that all-reduces the sharded gradients, if shards are replicated."""
+        return None if self.replicate_mesh_dim is None else self.mesh.get_group(self.replicate_mesh_dim)
 
 
 def default_mesh() -> DeviceMesh:
@@ -80,7 +66,7 @@ def mesh_info_of(mesh: DeviceMesh) -> FSDPMeshInfo:
         return FSDPMeshInfo(mesh, shard_mesh_dim=0)
     if mesh.mesh_dim_names is None:
         raise ValueError(f"fully_shard needs a 2D mesh to be made with mesh_dim_names, but got {mesh}")
-    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return FSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def post_forward_mesh_info_of(ranks: int, mesh_info: FSDPMeshInfo) -> FSDPMeshInfo:
@@ -96,7 +82,7 @@ def post_forward_mesh_info_of(ranks: int, mesh_info: FSDPMeshInfo) -> FSDPMeshIn
             f"reshard_after_forward={ranks} should divide the number of shard ranks, {mesh_info.shard_mesh_size}"
         )
     mesh = mesh_info.mesh
-    return HSDPMeshInfo(DeviceMesh(mesh.device_type, mesh.mesh.view(-1, ranks)), shard_mesh_dim=1, replicate_mesh_dim=0)
+    return FSDPMeshInfo(DeviceMesh(mesh.device_type, mesh.mesh.view(-1, ranks)), shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

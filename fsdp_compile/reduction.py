@@ -54,7 +54,7 @@ def scaling_for(dtype: torch.dtype, ranks: int, factor: float | None, force_sum:
 class Route:
     """Where a group's gradients go; read when a reduction starts."""
 
-    shard_group: dist.ProcessGroup | None
+    shard_group: dist.ProcessGroup
     replicate_group: dist.ProcessGroup | None
     scaling: Scaling
     hook: Callable[[torch.Tensor], None] | None  # the user's, on the reduced gradients
@@ -77,7 +77,7 @@ class Reduction:
     ) -> None:
         self.params = params
         self._route = route
-        world = 1 if route.shard_group is None else route.shard_group.size()
+        world = route.shard_group.size()
         self._source = torch.empty(world, sum(self._sizes), dtype=dtype, device=params[0].device)
         for grad, column in zip(grads, self._source.split(self._sizes, dim=1), strict=True):
             _pack(grad, column)
@@ -85,7 +85,7 @@ class Reduction:
             self._source.div_(route.scaling.pre)
         self._work: dist.Work | None = None
         self._output = self._source.view(-1)
-        if route.shard_group is not None and world > 1:
+        if world > 1:
             self._output = self._source.new_empty(sum(self._sizes))
             op = OPS[route.scaling.op]
             self._work = dist.reduce_scatter_single(

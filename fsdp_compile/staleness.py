@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from . import torch_compat
+
 _optimizer_steps = 0
 _watching = False
 
@@ -31,4 +33,4 @@ def watch_optimizers() -> None:
 
 def write_stamp(sharded_param: torch.Tensor) -> tuple[int, int]:
     """Changes whenever ``sharded_param`` may have been written."""
-    return _optimizer_steps, sharded_param._version
+    return _optimizer_steps, torch_compat.version_of(sharded_param)

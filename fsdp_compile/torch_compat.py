@@ -36,6 +36,16 @@ def set_local_tensor(param: DTensor, local: torch.Tensor) -> None:
     param._local_tensor = local
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Raised by each write that autograd sees; read only through a private attribute."""
+    return tensor._version
+
+
+def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that ``tensor`` is a view of, if any; read only through a private attribute."""
+    return tensor._base
+
+
 def resize_storage(tensor: torch.Tensor, nbytes: int) -> None:
     """Free (0) or give back a tensor's memory while all its aliases keep pointing at it."""
     storage = tensor.untyped_storage()

@@ -27,7 +27,7 @@ GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coal
 REDUCTIONS = (c10d.reduce_scatter_tensor.default,)
 WAIT = c10d.wait_tensor.default
 
-UNSHARD, RESHARD, REDUCE = "unshard", "reshard", "reduce"  # the phases
+UNSHARD, REDUCE = "unshard", "reduce"  # the phases that passes ask for; frees are told by their operation
 
 # Operations that copy all of their input's data and do nothing else.
 COPIES = (
@@ -71,10 +71,6 @@ class Collective:
 
     tag: Tag
     start: Node
-
-    @property
-    def is_gather(self) -> bool:
-        return self.start.target in GATHERS
 
     @property
     def inputs(self) -> list[Node]:

@@ -10,7 +10,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -113,6 +112,17 @@ class Scale(nn.Module):
         return x * self.scale + self.rows[0]
 
 
+class Copied(nn.Module):
+    """The backward needs a copy of the weight rather than the weight."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, width * width).reshape(width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t().contiguous()
+
+
 class Residual(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + super().forward(x)
@@ -128,17 +138,13 @@ class Twice(nn.Sequential):
         return x
 
 
-class Checkpointed(nn.Sequential):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
 LEAVES: dict[str, Callable[[int, int], nn.Module]] = {
     "perceptron": Perceptron,
     "tied": Tied,
     "norm": lambda width, hidden: nn.LayerNorm(width),
     "convolution": Convolution,
     "scale": Scale,
+    "copied": Copied,
 }
 BRANCHES: dict[str, Callable[..., nn.Module]] = {"sequence": nn.Sequential, "residual": Residual, "twice": Twice}
 

@@ -1,71 +1,17 @@
-"""The eager state machine: states, state dicts, gradients, hooks, errors."""
-
-import copy
+"""The eager state machine: who sees which parameters, gradients, hooks, and nothing left behind."""
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
-from models import Net, TiedNet, assert_close_to_one_process, assert_same, batch, live_bytes, my_part, shard, train
-from torch.distributed.device_mesh import init_device_mesh
+from models import Net, assert_close_to_one_process, assert_same, batch, live_bytes, my_part, shard, train
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import FSDPModule, ShardedState, fully_shard
+from fsdp_compile import ShardedState, fully_shard
 
 
 def build(cls=Net, api=fully_shard, **kwargs):
     torch.manual_seed(0)
     return shard(cls(), api, **kwargs)
-
-
-def test_state_dict(ranks2):
-    ranks2.run(_state_dict)
-
-
-def _state_dict():
-    ours, theirs = build(), build(api=torch_fsdp.fully_shard)
-    for (name, mine), (other_name, other) in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
-        assert name == other_name and isinstance(mine, DTensor)
-        assert mine.placements == other.placements and mine.shape == other.shape and mine.stride() == other.stride()
-        assert torch.equal(mine.to_local(), other.to_local())
-    history = train(ours)
-    compiled = torch.compile(ours, backend="fsdp_eager")
-    assert list(compiled.state_dict()) == ["_orig_mod." + name for name in ours.state_dict()]
-    for assign in (False, True):
-        fresh = build()
-        train(fresh, steps=1)
-        fresh.load_state_dict({name: value.clone() for name, value in ours.state_dict().items()}, assign=assign)
-        assert_same([history[-1][-len(list(ours.parameters())):]], [[p.to_local() for p in fresh.parameters()]])
-        assert_same(train(fresh, steps=2), train(_with_weights_of(ours), steps=2))
-
-
-def _with_weights_of(model):
-    fresh = build()
-    with torch.no_grad():
-        for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
-            mine.copy_(theirs)
-    return fresh
-
-
-def test_meta_device_and_dtype_changes(ranks2):
-    ranks2.run(_meta)
-
-
-def _meta():
-    torch.manual_seed(0)
-    weights = Net(dim=13).state_dict()
-    with torch.device("meta"):
-        model = shard(Net(dim=13), fully_shard)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            start = sum(chunk.size(0) for chunk in weights[name].chunk(2)[: dist.get_rank()])
-            param.to_local().copy_(weights[name][start : start + param.to_local().size(0)])
-    torch.manual_seed(0)
-    assert_same(train(shard(Net(dim=13), fully_shard), dim=13), train(model, dim=13))
-    model.to(torch.float64)
-    assert model(batch(0, 13).double()).dtype == torch.float64
 
 
 def test_nobody_gets_an_unsharded_parameter(ranks2):
@@ -104,6 +50,21 @@ def _stale():
             optimizer.step()
             optimizer.zero_grad()
     assert torch.equal(model(batch(9)), reference(batch(9)))
+
+
+def test_an_unused_gather_ends_with_the_backward(ranks2):
+    ranks2.run(_unused_gather)
+
+
+def _unused_gather():
+    model = build()
+    first, last = model.blocks[0], model.blocks[-1]
+    first.set_modules_to_backward_prefetch([last])  # whose backward is done by then
+    model(my_part(batch(0))).sum().backward()
+    for state in model._fsdp_state.context.states:
+        for param in (param for group in state.groups for param in group.params):
+            assert param.sharded_state is ShardedState.SHARDED
+            assert param._all_gather_output.untyped_storage().nbytes() == 0, param
 
 
 def test_accumulation_without_sync(ranks2):
@@ -221,42 +182,3 @@ def _leak(backend):
     for _ in range(10):
         train(model, forward)
     assert live_bytes() == before
-
-
-def test_errors_name_the_culprit_and_leave_the_model_alone(ranks2):
-    ranks2.run(_errors)
-
-
-def _errors():
-    class Scalar(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.gain = nn.Linear(4, 4), nn.Parameter(torch.ones(()))
-
-    class Strided(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.table = nn.Linear(4, 4), nn.Parameter(torch.ones(4, 3).t())
-
-    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("a", "b", "c"))
-    cases = [
-        (Scalar(), {}, ValueError, "gain"),
-        (Strided(), {}, ValueError, "table"),
-        (nn.ModuleList([nn.Linear(4, 4)]), {}, ValueError, "ModuleList"),
-        (nn.Linear(4, 4), {"mesh": mesh}, ValueError, "3D"),
-        (nn.Linear(4, 4), {"reshard_after_forward": 3}, ValueError, "3"),
-        (nn.Linear(4, 4), {"reshard_after_forward": "yes"}, ValueError, "yes"),
-        (nn.Linear(4, 4), {"shard_placement_fn": lambda p: None}, NotImplementedError, "shard_placement_fn"),
-        ([], {}, ValueError, "empty"),
-        ("model", {}, TypeError, "str"),
-    ]
-    for module, kwargs, error, words in cases:
-        originals = list(module.parameters()) if isinstance(module, nn.Module) else []
-        with pytest.raises(error, match=words):
-            fully_shard(module, **kwargs)
-        assert not isinstance(module, FSDPModule)
-        assert all(now is then for now, then in zip(module.parameters() if originals else [], originals, strict=True))
-    with pytest.raises(ValueError, match="already"):
-        fully_shard(build())
-    with pytest.raises(RuntimeError, match="deep-copied"):
-        copy.deepcopy(build(TiedNet))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 import torch.nn as nn
 from fake_world import fake_world
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,6 +49,28 @@ def assert_refused_unchanged(model: nn.Module, error: type[Exception], match: st
         assert torch.equal(mine, value.to_local() if isinstance(value, DTensor) else value)
     assert [type(module) for module in model.modules()] == classes
     assert not isinstance(model, FSDPModule)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mp_policy", None),
+        ("mp_policy", torch.distributed.fsdp.MixedPrecisionPolicy()),
+        ("offload_policy", torch.distributed.fsdp.CPUOffloadPolicy()),
+        ("ignored_params", []),
+        ("mesh", 4),
+    ],
+    ids=str,
+)
+def test_argument_of_a_wrong_type(name: str, value: object) -> None:
+    model = Branches(nn.Parameter(torch.ones(4)))
+    assert_refused_unchanged(model, TypeError, rf"{name}=.*not a {type(value).__module__}", **{name: value})
+
+
+@pytest.mark.parametrize("module", [5, "model", torch.ones(3), [nn.Linear(2, 2), None]], ids=str)
+def test_not_a_module(module: object) -> None:
+    with pytest.raises(TypeError, match="a module or a list of modules"):
+        fully_shard(module)  # type: ignore[call-overload]
 
 
 def test_scalar_parameter() -> None:
@@ -116,12 +139,6 @@ def test_arguments_without_implementation(name: str) -> None:
     model = Branches(nn.Parameter(torch.ones(4)))
     assert_refused_unchanged(model, NotImplementedError, name, **{name: lambda param: None})
 
-
-def test_not_a_module() -> None:
-    with pytest.raises((TypeError, ValueError)):
-        fully_shard(torch.ones(3))  # type: ignore[call-overload]
-    with pytest.raises((TypeError, ValueError)):
-        fully_shard([])
 
 
 def test_copying_is_refused() -> None:

@@ -57,7 +57,8 @@ def test_bitwise_in_one_graph(ranks2: Ranks, tied: bool) -> None:
         assert (found.graphs, found.graph_breaks, found.recompiles) == (1, 0, 0), found
 
 
-def test_tied_weights_with_the_default_attention(ranks2: Ranks) -> None:
-    for found in ranks2.run(report, "fsdp_eager", True, "sdpa"):
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
+def test_default_attention_in_one_graph(ranks2: Ranks, tied: bool) -> None:
+    for found in ranks2.run(report, "fsdp_eager", tied, "sdpa"):
         assert found.within(1e-6), found
         assert (found.graphs, found.graph_breaks, found.recompiles) == (1, 0, 0), found

@@ -1,4 +1,4 @@
-"""The debug Llama and a Hugging Face Llama: one graph, bit for bit the eager result, and what one process computes."""
+"""The debug Llama: one graph, bit for bit the eager result, and what one process computes."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def _inductor():
     report = compare_training(llama_factory(), steps=5, backend="inductor")
     assert (report.graphs, report.graph_breaks, report.recompiles) == (1, 0, 0)
     for step in report.steps:
-        assert step.loss <= 1e-4 * 5.5, report  # the losses are near ln 256 = 5.55
+        assert step.loss <= 1e-4 * 5, report  # the losses are between 5 and ln 256 = 5.55
     return True
 
 
@@ -74,36 +74,6 @@ def _one_process():
             optimizer.zero_grad()
     for mine, theirs in zip(sharded.parameters(), single.parameters(), strict=True):
         torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-4, atol=1e-5)
-
-
-def hugging_face():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, use_cache=False)
-    model = LlamaForCausalLM(config)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-
-    def make_batch(step, rank, world):
-        tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(step * world + rank))
-        return {"input_ids": tokens, "labels": tokens}
-
-    return model, make_batch
-
-
-def test_unmodified_hugging_face_llama(ranks2):
-    pytest.importorskip("transformers", reason="the Hugging Face test needs transformers")
-    # Not bitwise: traced, its attention makes a mask that it otherwise does without, and SDPA takes another kernel.
-    for close, graphs, breaks, recompiles, report in ranks2.run(_compare_hugging_face):
-        assert close, report
-        assert (graphs, breaks, recompiles) == (1, 0, 0), report
-
-
-def _compare_hugging_face():
-    report = compare_training(hugging_face, steps=4, backend="fsdp_eager")
-    return report.within(1e-6), report.graphs, report.graph_breaks, report.recompiles, str(report)
 
 
 @pytest.mark.parametrize("backend", [None, "fsdp_eager"])
