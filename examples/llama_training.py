@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from checkpoints import Checkpoints, facts_of, newest, step_of
-from local_ranks import UsageError
 from progress import LossLog, Progress
 from text_data import Text, TextError
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import MixedPrecisionPolicy
+from fsdp_compile.local_ranks import UsageError
 from fsdp_compile.models import SIZES, Llama, LlamaConfig, shard_llama
 
 WARMUP = 40  # steps of rising learning rate
@@ -78,7 +78,7 @@ def run_facts(config: LlamaConfig, world: int) -> dict[str, Any]:
     return {**asdict(config), "ranks": world}
 
 
-def train(rank: int, world: int, args: argparse.Namespace, rendezvous: str) -> None:
+def train_rank(rank: int, world: int, args: argparse.Namespace, rendezvous: str) -> None:
     """The whole job of one rank."""
     run = Run(join(rank, world, rendezvous), args)
     say(run.describe())

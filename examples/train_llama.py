@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from checkpoints import newest
-from local_ranks import RankFailed, UsageError, leave, run_ranks
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,6 +32,18 @@ def main() -> None:
     args = parse_arguments()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell starts this with interrupts ignored
     try:
+        train(args)
+    except KeyboardInterrupt:
+        last = newest(args.checkpoint_dir)
+        print(f"\ninterrupted; last checkpoint: {last or 'none'}", file=sys.stderr)
+        sys.exit(130)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train on the ranks that torchrun started, or else on some of our own."""
+    from fsdp_compile.local_ranks import RankFailed, UsageError
+
+    try:
         if "RANK" in os.environ:
             train_under_torchrun(args)
         else:
@@ -41,27 +52,27 @@ def main() -> None:
         fail(str(error), 2)
     except RankFailed as error:
         fail(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        last = newest(args.checkpoint_dir)
-        print(f"\ninterrupted; last checkpoint: {last or 'none'}", file=sys.stderr)
-        sys.exit(130)
 
 
 def train_on_local_ranks(args: argparse.Namespace) -> None:
-    from llama_training import check, train
+    from llama_training import check, train_rank
+
+    from fsdp_compile.local_ranks import run_ranks
 
     check(args, args.nproc)
     with tempfile.TemporaryDirectory() as directory:
-        run_ranks(train, args.nproc, args, f"file://{directory}/rendezvous")
+        run_ranks(train_rank, args.nproc, args, f"file://{directory}/rendezvous")
 
 
 def train_under_torchrun(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once and silently; torchrun speaks for its ranks
-    from llama_training import check, train
+    from llama_training import check, train_rank
+
+    from fsdp_compile.local_ranks import leave
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     check(args, world)
-    train(rank, world, args, "env://")
+    train_rank(rank, world, args, "env://")
     leave()
 
 

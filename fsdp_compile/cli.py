@@ -11,15 +11,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
-import logging
 import math
 import operator
 import os
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -27,15 +23,11 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import fsdp_compile  # noqa: F401  # registers our backends
 
+from .local_ranks import RankFailed, UsageError, leave, run_ranks
 from .parity import Factory, FactoryError, compare_training
-
-
-class UsageError(Exception):
-    """What was asked for cannot be done; the message says why, in one line."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,13 +42,15 @@ def main() -> None:
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     try:
         check_arguments(args, under_torchrun)
-        sys.exit(run_under_torchrun(args) if under_torchrun else run_on_local_ranks(args))
+        run_under_torchrun(args) if under_torchrun else sys.exit(run_on_local_ranks(args))
     except UsageError as error:
         _fail_alike(str(error))
     except FactoryError as error:
         _fail(str(error), 2)
     except RankFailed as error:
         _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -175,59 +169,30 @@ def _import_file(path: Path) -> ModuleType:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-class RankFailed(Exception):
-    """A rank failed; the message is that of the rank that failed first."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
-def run_under_torchrun(args: argparse.Namespace) -> int:
-    return parity(args, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
+def run_under_torchrun(args: argparse.Namespace) -> NoReturn:
+    leave(parity(args, int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))))
 
 
 def run_on_local_ranks(args: argparse.Namespace) -> int:
-    """Start ``args.nproc`` ranks on this machine; the first one that fails ends them all.
+    """Compare on ``args.nproc`` ranks of this machine; returns the exit code.
 
     Raises:
         RankFailed: some rank raised or died.
     """
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it logs whom it ends; we say why
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the ranks, which share this machine's cores
     with tempfile.TemporaryDirectory() as directory:
-        context = mp.start_processes(_rank_main, (args, directory), args.nproc, join=False, start_method="spawn")
-        assert context is not None
-        try:
-            while not context.join(grace_period=1):
-                pass
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            raise _first_failure(Path(directory)) or RankFailed(str(error).strip(), 1) from error
+        run_ranks(_rank_main, args.nproc, args, directory)
         return int(Path(directory, "exit_code").read_text())
 
 
-def _rank_main(rank: int, args: argparse.Namespace, directory: str) -> None:
-    world = str(args.nproc)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+def _rank_main(rank: int, world: int, args: argparse.Namespace, directory: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     try:
-        exit_code = parity(args, rank, dist.FileStore(f"{directory}/rendezvous", args.nproc))
-    except Exception as error:
-        # When one rank fails the others do, too, at their next collective: the earliest note tells the cause.
-        usage = isinstance(error, (UsageError, FactoryError))
-        message = str(error) if usage else f"rank {rank} failed\n{traceback.format_exc().rstrip()}"
-        note = {"time": time.monotonic(), "message": message, "exit_code": 2 if usage else 1}
-        Path(directory, f"failed_{rank}").write_text(json.dumps(note))
-        raise
+        exit_code = parity(args, rank, dist.FileStore(f"{directory}/rendezvous", world))
+    except FactoryError as error:
+        raise UsageError(str(error)) from error
     if rank == 0:
         Path(directory, "exit_code").write_text(str(exit_code))
-
-
-def _first_failure(directory: Path) -> RankFailed | None:
-    notes = [json.loads(path.read_text()) for path in directory.glob("failed_*")]
-    if not notes:
-        return None
-    first = min(notes, key=lambda note: note["time"])
-    return RankFailed(first["message"], first["exit_code"])
 
 
 # -- on each rank -----------------------------------------------------------------------------------------------------

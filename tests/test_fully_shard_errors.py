@@ -73,6 +73,11 @@ def test_not_a_module(module: object) -> None:
         fully_shard(module)  # type: ignore[call-overload]
 
 
+def test_no_modules() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        fully_shard([])
+
+
 def test_scalar_parameter() -> None:
     model = Branches(nn.Parameter(torch.tensor(1.0)))
     assert_refused_unchanged(model, ValueError, r"scalar parameter inner\.bad")

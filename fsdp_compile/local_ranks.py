@@ -137,7 +137,7 @@ def _rank_main(
         _report(report, f"rank {rank} failed\n{traceback.format_exc().rstrip()}", 1)
 
 
-def leave() -> NoReturn:
+def leave(exit_code: int = 0) -> NoReturn:
     """End this process, its work done, without Python's shutdown.
 
     A gloo thread may still be letting go of the last collective's tensors; for that it asks for the interpreter's lock,
@@ -145,7 +145,7 @@ def leave() -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(exit_code)
 
 
 def _report(report: Connection, message: str, exit_code: int) -> None:
