@@ -1,0 +1,153 @@
+"""What each rank does for each of the four comparisons; rank 0 writes the numbers to a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contestants import (
+    LINK_LLAMA,
+    MAKERS,
+    STEP_LLAMA,
+    Contestant,
+    Task,
+    check_same_work,
+    llama_task,
+    stack_task,
+)
+from live_bytes import LiveBytes, live_bytes
+from rate_limited_link import bytes_sent, join_link, limit_rate
+from rounds import WARM_UP, Samples, over_ranks, run_block, run_rounds
+
+TIMEOUT = timedelta(seconds=120)  # of one collective: a rank that waits longer fails, and all end
+
+Numbers = dict[str, Any]
+
+
+def hooks_rank(rank: int, world: int, args: argparse.Namespace, directory: str) -> None:
+    """Times of forward and backward of a model of many tiny modules; the optimizer runs, untimed."""
+    _join(rank, world, directory)
+    contestants = _make(stack_task(args.modules), "plain", "ours", "torch")
+    samples = run_rounds(contestants, args.rounds, args.steps, timed_update=False)
+    _finish(contestants, {"samples": samples}, directory)
+
+
+def hooks_without_transport_rank(rank: int, world: int, args: argparse.Namespace, directory: str) -> None:
+    """The same in one process, as rank 0 of two, with collectives that do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    contestants = _make(stack_task(args.modules), "plain", "ours", "torch")
+    samples = run_rounds(contestants, args.rounds, args.steps, timed_update=False)
+    _write({"samples": samples}, directory)
+
+
+def step_rank(rank: int, world: int, args: argparse.Namespace, directory: str) -> None:
+    """Times of whole steps of a Llama over the loopback device."""
+    _join(rank, world, directory)
+    contestants = _make(_llama(args), "ours", "torch")
+    samples = run_rounds(contestants, args.rounds, args.steps, timed_update=True)
+    _finish(contestants, {"samples": samples}, directory)
+
+
+def memory_rank(rank: int, world: int, args: argparse.Namespace, directory: str) -> None:
+    """Peak live bytes of a step; each contestant is made anew in each round, so that no other is in memory."""
+    _join(rank, world, directory)
+    samples: Samples = {name: {"peak": [], "before": []} for name in ("ours", "torch")}
+    for _ in range(args.memory_rounds):
+        for name, of in samples.items():
+            found = _live_bytes(name, _llama(args))
+            of["peak"].append(float(found.peak))
+            of["before"].append(float(found.before))
+    samples = over_ranks(samples)
+    if rank == 0:
+        _write({"samples": samples}, directory)
+
+
+def link_rank(rank: int, world: int, args: argparse.Namespace, directory: str) -> None:
+    """Times of whole steps over a link that needs about as long for a step's bytes as the cores for its compute."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    join_link(rank, Path(directory))
+    _join(rank, world, directory, device=None)
+    contestants = _make(llama_task(LINK_LLAMA, args.batch, args.seq), *MAKERS)
+    compute = _compute_time(contestants["plain"], args.steps)
+    sent = {name: _bytes_of_a_step(each) for name, each in contestants.items()}
+    rate = args.rate * 1e6 / 8 if args.rate else _from_rank_0(sent["torch"] / compute)
+    limit_rate(rate)
+    samples = run_rounds(contestants, args.rounds, args.steps, timed_update=True)
+    for name, each in contestants.items():
+        samples[name]["sent"] = [float(_bytes_of_a_step(each))]
+    _finish(contestants, {"samples": samples, "rate": rate, "compute": compute}, directory)
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _join(rank: int, world: int, directory: str, device: str | None = "lo") -> None:
+    torch.set_num_threads(1)
+    if device is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = device
+    dist.init_process_group("gloo", f"file://{directory}/rendezvous", TIMEOUT, world, rank)
+
+
+def _llama(args: argparse.Namespace) -> Task:
+    return llama_task(STEP_LLAMA, batch=2, seq=128, mixed_precision=args.mixed_precision)
+
+
+def _make(task: Task, *names: str) -> dict[str, Contestant]:
+    return {name: MAKERS[name](task) for name in names}
+
+
+def _live_bytes(name: str, task: Task) -> LiveBytes:
+    def prepare() -> Any:
+        contestant = MAKERS[name](task)
+
+        def step() -> None:
+            contestant.forward_and_backward(contestant.batch())
+            contestant.update()
+
+        for _ in range(WARM_UP):
+            step()
+        return step
+
+    dist.barrier()
+    return live_bytes(prepare)
+
+
+def _compute_time(plain: Contestant, steps: int) -> float:
+    """Seconds a step without communication, with both cores at work."""
+    blocks = [run_block(plain, steps, timed_update=True) for _ in range(3)]
+    return median(block["wall"] for block in blocks)
+
+
+def _bytes_of_a_step(contestant: Contestant) -> int:
+    dist.barrier()
+    start = bytes_sent()
+    contestant.forward_and_backward(contestant.batch())
+    contestant.update()
+    return bytes_sent() - start
+
+
+def _from_rank_0(value: float) -> float:
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _finish(contestants: dict[str, Contestant], numbers: Numbers, directory: str) -> None:
+    check_same_work(each for name, each in contestants.items() if name != "plain")
+    if dist.get_rank() == 0:
+        _write(numbers, directory)
+    dist.barrier()  # a rank that ends closes its connections
+
+
+def _write(numbers: Numbers, directory: str) -> None:
+    (Path(directory) / "numbers.json").write_text(json.dumps(numbers))
