@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two ranks share the cores
@@ -60,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--memory-rounds", type=positive, default=2, help="the same for memory (default: %(default)s)")
     parser.add_argument("--modules", type=positive, default=200, help="of the hooks' model (default: %(default)s)")
     parser.add_argument("--mixed-precision", action="store_true", help="step, memory: bf16 compute, float32 reduction")
-    parser.add_argument("--batch", type=positive, default=4, help="link: sequences a rank (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=2, help="link: sequences a rank (default: %(default)s)")
     parser.add_argument("--seq", type=positive, default=256, help="link: tokens a sequence (default: %(default)s)")
     parser.add_argument("--rate", type=float, metavar="MBIT", help="link: default is what takes as long as the compute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers there")
@@ -126,7 +127,7 @@ def link(args: argparse.Namespace) -> Measured:
         compare("link: sent a step and rank", "MB", MEGA, bytes_sent["ours"], bytes_sent["torch"]),
         compare("link: the same, torch listed", "MB", MEGA, bytes_sent["ours"], bytes_sent["torch_listed"]),
     ]
-    compute, communication = numbers["compute"] * MILLI, bytes_sent["torch"][0] / rate * MILLI
+    compute, communication = MILLI * median(samples["plain"]["wall"]), MILLI * bytes_sent["torch"][0] / rate
     print(f"link: {rate * 8e-6:.0f} Mbit/s; compute {compute:.0f} ms a step, communication {communication:.0f} ms")
     return rows, numbers
 

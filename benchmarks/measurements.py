@@ -27,6 +27,7 @@ from rate_limited_link import bytes_sent, join_link, limit_rate
 from rounds import WARM_UP, Samples, over_ranks, run_block, run_rounds
 
 TIMEOUT = timedelta(seconds=120)  # of one collective: a rank that waits longer fails, and all end
+MEMORY_STEPS = 6
 
 Numbers = dict[str, Any]
 
@@ -65,8 +66,8 @@ def memory_rank(rank: int, world: int, args: argparse.Namespace, directory: str)
     for _ in range(args.memory_rounds):
         for name, of in samples.items():
             found = _live_bytes(name, _llama(args))
-            of["peak"].append(float(found.peak))
-            of["before"].append(float(found.before))
+            of["peak"].append(median(step.peak for step in found))
+            of["before"].append(median(step.before for step in found))
     samples = over_ranks(samples)
     if rank == 0:
         _write({"samples": samples}, directory)
@@ -106,7 +107,9 @@ def _make(task: Task, *names: str) -> dict[str, Contestant]:
     return {name: MAKERS[name](task) for name in names}
 
 
-def _live_bytes(name: str, task: Task) -> LiveBytes:
+def _live_bytes(name: str, task: Task) -> list[LiveBytes]:
+    """Of the steps that were measured whole, on this rank."""
+
     def prepare() -> Any:
         contestant = MAKERS[name](task)
 
@@ -119,13 +122,15 @@ def _live_bytes(name: str, task: Task) -> LiveBytes:
         return step
 
     dist.barrier()
-    return live_bytes(prepare)
+    found = live_bytes(prepare, MEMORY_STEPS)
+    if not found:
+        raise RuntimeError(f"memory of {name}: the profiler missed frees in each of {MEMORY_STEPS} steps; try again")
+    return found
 
 
 def _compute_time(plain: Contestant, steps: int) -> float:
-    """Seconds a step without communication, with both cores at work."""
-    blocks = [run_block(plain, steps, timed_update=True) for _ in range(3)]
-    return median(block["wall"] for block in blocks)
+    """Seconds a step without communication, with both cores at work and nothing else on them."""
+    return min(run_block(plain, steps, timed_update=True)["wall"] for _ in range(5))
 
 
 def _bytes_of_a_step(contestant: Contestant) -> int:
