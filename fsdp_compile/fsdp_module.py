@@ -6,8 +6,19 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from typing_extensions import deprecated
 
+from .communication import (
+    AllGather,
+    DefaultReduceScatter,
+    ProcessGroupAllGather,
+    ProcessGroupReduceScatter,
+    ReduceScatter,
+    SymmetricMemoryAllGather,
+    SymmetricMemoryReduceScatter,
+)
 from .fsdp_param_group import FSDPParamGroup
 from .fsdp_state import FSDPState
 
@@ -41,8 +52,7 @@ class FSDPModule:
             async_op: only start the all-gather; call ``wait`` on the returned handle before using the parameters.
         """
         handle = UnshardHandle(self._fsdp_state)
-        for group in self._fsdp_state.groups:
-            group.unshard()
+        self._fsdp_state.start_unshard([self._fsdp_state])
         if async_op:
             return handle
         handle.wait()
@@ -54,9 +64,10 @@ class FSDPModule:
             group.reshard()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients; if not, they accumulate unsharded in the reduce dtype."""
+        """Whether backward reduces gradients, over shard ranks and over replicas; if not, they accumulate unsharded in
+        the reduce dtype."""
         for group in self._groups(recurse):
-            group.reduce_grads = requires_gradient_sync
+            group.reduce_grads = group.all_reduce_grads = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward also reduces over the replicas of a 2-D mesh; if not, gradients stay reduced over shards."""
@@ -69,6 +80,11 @@ class FSDPModule:
             for param in group.params:
                 param.gradient_divide_factor = factor
                 param.update_recipe()
+
+    @deprecated("Use `set_gradient_divide_factor` instead")
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of ``set_gradient_divide_factor``."""
+        self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce this module's gradients with sums only and divide separately, as some transports need."""
@@ -97,10 +113,89 @@ class FSDPModule:
         for state in self._states(recurse):
             state.max_reductions_in_flight = max_input_buffers
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
-        """Call ``hook`` with this module's flat reduced gradients, before they are divided and handed out."""
-        for group in self._groups(recurse=False):
-            group.all_reduce_hook = hook
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Whether gradients are reduced in a process group of their own, so that a transport which takes the
+        collectives of one group in turn lets them overlap with all-gathers. Collective: makes process groups."""
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for group in self._groups(recurse):
+            group.set_separate_reduce_scatter_group(enable, made)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+    ) -> None:
+        """Call ``hook`` with this module's flat reduced gradients, before they are divided and handed out.
+
+        Args:
+            hook: may change its argument, 1-D in the reduce dtype, in place; on a 2-D mesh that is all-reduced already.
+            stream: where to run it; without, it runs in the stream of all-reduces.
+
+        Raises:
+            ValueError: parameters of the module are sharded over several meshes; or ``stream`` with a 2-D mesh.
+        """
+        for group in self._only_group("set_all_reduce_hook"):
+            if stream is not None and group.mesh_info.replicate_mesh_dim is not None:
+                raise ValueError("set_all_reduce_hook takes no stream on a 2D mesh: the hook follows its all-reduce")
+            group.all_reduce_hook, group.all_reduce_hook_stream = hook, stream
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """All-gather this module's parameters with ``comm``.
+
+        Raises:
+            ValueError: parameters of the module are sharded over several meshes.
+        """
+        for group in self._only_group("set_custom_all_gather"):
+            group.all_gather_comm = comm
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce-scatter this module's gradients with ``comm``.
+
+        Raises:
+            ValueError: parameters of the module are sharded over several meshes.
+        """
+        for group in self._only_group("set_custom_reduce_scatter"):
+            group.reduce_scatter_comm = comm
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Whether buffers of this module's communication come from the process group's own allocator, if it has one.
+
+        Raises:
+            RuntimeError: the module has a custom communication, whose buffers are its own.
+        """
+        groups = list(self._groups(recurse=False))
+        self._refuse_custom_communication("set_allocate_memory_from_process_group_for_comm", groups)
+        for group in groups:
+            shard_group = group.mesh_info.shard_process_group
+            if not enable or shard_group is None:
+                group.all_gather_comm, group.reduce_scatter_comm = None, DefaultReduceScatter()
+                continue
+            group.all_gather_comm = ProcessGroupAllGather(shard_group)
+            group.reduce_scatter_comm = ProcessGroupReduceScatter(group.reduce_scatter_group or shard_group)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Take the buffers of this module's all-gathers, and of its reduce-scatters if those are sums only
+        (``set_force_sum_reduction_for_comms``), from symmetric memory. Collective.
+
+        Raises:
+            RuntimeError: there is none on this device, or the module has a custom communication.
+        """
+        groups = list(self._groups(recurse=False))
+        self._refuse_custom_communication("set_symm_mem_for_comm", groups)
+        device = self._fsdp_state.device
+        if device.type != "cuda":
+            raise RuntimeError(f"set_symm_mem_for_comm: symmetric memory needs CUDA, but the module is on {device}")
+        for group in groups:
+            shard_group = group.mesh_info.shard_process_group
+            if shard_group is None:
+                continue
+            group.all_gather_comm = SymmetricMemoryAllGather(shard_group, backend)
+            if all(param.force_sum_reduction for param in group.params):
+                reduce_group = group.reduce_scatter_group or shard_group
+                group.reduce_scatter_comm = SymmetricMemoryReduceScatter(reduce_group, backend)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Have the next forward's all-gathers wait for ``event``, recorded after the optimizer step, instead of for all
+        that the current stream was given. Call it on the root, with a new event in each iteration."""
+        self._fsdp_state.context.post_optim_event = event
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers this module's parameters; not needed where it does not read them (embeddings)."""
@@ -140,6 +235,20 @@ class FSDPModule:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         self._fsdp_state.reset()
 
+    def _only_group(self, method: str) -> list[FSDPParamGroup]:
+        groups = list(self._groups(recurse=False))
+        if len(groups) > 1:
+            raise ValueError(
+                f"{method}: parameters of {groups[0].label} are sharded over {len(groups)} meshes "
+                "(shard_placement_fn), so it is not clear which of them is meant"
+            )
+        return groups
+
+    def _refuse_custom_communication(self, method: str, groups: list[FSDPParamGroup]) -> None:
+        for group in groups:
+            if group.has_custom_communication:
+                raise RuntimeError(f"{method}: {group.label} has a custom communication, which has buffers of its own")
+
     def _states(self, recurse: bool) -> Iterator[FSDPState]:
         yield from states_under([self] if not recurse else self.modules())  # type: ignore[attr-defined, list-item]
 
@@ -154,6 +263,12 @@ class FSDPModule:
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         refresh(states)
         return result
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            "A module under fully_shard cannot be pickled or copied: its parameters are tied to process groups. "
+            "Save its state dict instead, for example with torch.distributed.checkpoint."
+        )
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise RuntimeError(
@@ -186,7 +301,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
-    original = getattr(module, method_name).__func__
+    original = getattr(type(module), method_name, None) or getattr(module, method_name).__func__
 
     def with_transitions(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: FSDPState = self._fsdp_state  # type: ignore[assignment]
@@ -194,6 +309,18 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return state.post_forward(self, original(self, *args, **kwargs))
 
     setattr(module, method_name, with_transitions.__get__(module))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Have several roots, the chunks of a pipeline say, communicate in the same streams, which saves memory on
+    accelerators: each stream keeps memory of its own.
+
+    Raises:
+        ValueError: not all are FSDP modules.
+    """
+    contexts = [state.context for state in _states_of(modules)]
+    for context in contexts[1:]:
+        context.lanes = contexts[0].lanes
 
 
 def _states_of(modules: list[FSDPModule]) -> list[FSDPState]:

@@ -7,9 +7,9 @@ Terms (after torch's FSDP2 notes):
 - *sharded data*: the chunk padded to equal length on all ranks, contiguous; the sharded parameter is a view of it.
   It is a plain autograd leaf: a traced graph takes it as input, which is alike on all ranks and needs no ``DTensor``
   in the graph, and its gradient goes on to the sharded parameter;
-- *all-gather input*: the sharded data, cast to the compute dtype;
-- *all-gather output*: the inputs of all ranks one after the other, so the original rows with padding only at the end;
-- *unsharded parameter*: the all-gather output without the padding; an autograd leaf that compute reads.
+- *all-gather input*: the sharded data, cast to the compute dtype, or what an extension makes of it;
+- *all-gather output*: the inputs of all ranks one after the other;
+- *unsharded parameter*: what `unsharding` makes of that; an autograd leaf that compute reads.
 
         SHARDED ──unshard──> UNSHARDED ──reshard──> SHARDED
                                  └──reshard to fewer ranks──> SHARDED_POST_FORWARD ──unshard──> UNSHARDED
@@ -21,23 +21,26 @@ that references which autograd saved stay valid. The traced executor makes a new
 
 from __future__ import annotations
 
-import math
+import itertools
 import weakref
 from collections.abc import Iterator
 from enum import Enum, auto
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from . import torch_compat
-from .collectives import UnshardFunction
 from .mesh_info import FSDPMeshInfo
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .reduction import Scaling, scaling_for
+from .sharded_layout import ShardedLayout
 from .staleness import write_stamp
+from .traced_unshard import UnshardFunction
 from .tracing import tagged, write_recipe
+from .unsharding import ExtensionUnsharding, PlainUnsharding, Unsharding, has_extension
 
 
 class ShardedState(Enum):
@@ -54,11 +57,12 @@ class ShardedState(Enum):
 
 
 class FSDPParam:
-    """One parameter, sharded on dim 0 over the shard ranks of a mesh.
+    """One parameter, sharded over the shard ranks of a mesh.
 
     Args:
         param: the original parameter, on ``device`` (or on the meta device), contiguous, at least 1-D.
         owners: each (module, attribute name) under which the parameter is registered; more than one if it is shared.
+        layout: where its elements live.
         mesh_info: which ranks shard.
         device: where compute happens.
         mp_policy: dtypes of gather and reduction.
@@ -69,52 +73,37 @@ class FSDPParam:
         self,
         param: nn.Parameter,
         owners: list[tuple[nn.Module, str]],
+        layout: ShardedLayout,
         mesh_info: FSDPMeshInfo,
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
     ) -> None:
         self.owners = owners
+        self.layout = layout
         self.mesh_info = mesh_info
         self.device = device
         self.mp_policy = mp_policy
-        self.shard_device = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
+        self.offloaded = isinstance(offload_policy, CPUOffloadPolicy)
+        self.shard_device = torch.device("cpu") if self.offloaded else device
+        self.pinned = self.offloaded and offload_policy.pin_memory and torch.accelerator.is_available()  # type: ignore[attr-defined]
         self.name = owners[0][1]  # lengthened to the name from the root when a root adopts this parameter
+        self.origin = origin_of(param)
         self._tag: dict[str, Any] = {}  # what graph nodes made for this parameter carry
         self.recipe = ""  # for graphs; see `write_recipe`
         self.sharded_state = ShardedState.SHARDED
         self.gradient_divide_factor: float | None = None
         self.force_sum_reduction = False
+        self.reduce_scatter_group: dist.ProcessGroup | None = None  # one of its own, apart from the all-gathers'
         self.accumulated_grad: torch.Tensor | None = None  # unsharded, in reduce_dtype; from backwards without sync
         self._partial_grad: torch.Tensor | None = None  # reduced over the shard ranks, not yet over the replicas
-        self._post_forward_data: torch.Tensor | None = None  # slice of the all-gather output, among fewer ranks
-        self._all_gather_output: torch.Tensor | None = None
+        self._post_forward_data: torch.Tensor | None = None  # slice of the unsharded data, among fewer ranks
+        self._unsharding: Unsharding | None = None
         self._unsharded_param: nn.Parameter | None = None
         self._gathered_stamp: tuple[int, int] | None = None  # of the sharded parameter, when it was gathered
         self._shard(param)
 
-    # -- shapes and dtypes --------------------------------------------------------------------------------------------
-
-    @property
-    def world_size(self) -> int:
-        return self.mesh_info.shard_mesh_size
-
-    @property
-    def padded_sharded_size(self) -> torch.Size:
-        """Size of the sharded data: dim 0 rounded up so that it is equal on all ranks."""
-        rows, *rest = self.orig_size
-        return torch.Size([-(-rows // self.world_size), *rest])
-
-    @property
-    def sharded_size(self) -> torch.Size:
-        """Size of this rank's sharded parameter; dim 0 may be shorter than the padded size, or 0."""
-        padded_rows, *rest = self.padded_sharded_size
-        left = self.orig_size[0] - padded_rows * self.mesh_info.shard_mesh_rank
-        return torch.Size([min(max(left, 0), padded_rows), *rest])
-
-    @property
-    def padded_sharded_numel(self) -> int:
-        return math.prod(self.padded_sharded_size)
+    # -- dtypes -------------------------------------------------------------------------------------------------------
 
     @property
     def orig_dtype(self) -> torch.dtype:
@@ -122,7 +111,7 @@ class FSDPParam:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype of the all-gather and of the unsharded parameter."""
+        """Dtype of the unsharded parameter and, without an extension, of the all-gather."""
         wanted = self.mp_policy.param_dtype
         return wanted if wanted is not None and self.orig_dtype.is_floating_point else self.orig_dtype
 
@@ -131,28 +120,30 @@ class FSDPParam:
         """Dtype of the gradient's reduction. A property of (parameter, policy): it does not depend on who trains."""
         return self.mp_policy.reduce_dtype or self.compute_dtype
 
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """Placements of the sharded parameter on its mesh."""
-        kinds: list[Placement] = [Replicate()] * self.mesh_info.mesh.ndim
-        kinds[self.mesh_info.shard_mesh_dim] = Shard(0)
-        return tuple(kinds)
-
     # -- the sharded parameter ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _shard(self, param: nn.Parameter) -> None:
-        self.orig_size = param.size()
-        data = param.new_zeros(self.padded_sharded_size, device="meta" if param.is_meta else self.shard_device)
-        rows = self.sharded_size[0]
-        start = self.padded_sharded_size[0] * self.mesh_info.shard_mesh_rank
-        if rows and not param.is_meta:
-            data.narrow(0, 0, rows).copy_(param.narrow(0, start, rows))
-        self.sharded_param = nn.Parameter(self.to_dtensor(data.narrow(0, 0, rows)), requires_grad=param.requires_grad)
+        local = torch_compat.local_tensor(param.detach())
+        data = local.new_zeros(self.layout.padded_sharded_size)
+        mine = self.layout.shard_of(local)
+        if mine is not None and not param.is_meta:
+            data.narrow(self.layout.shard_dim, 0, mine.size(self.layout.shard_dim)).copy_(mine)
+        data = self._to_shard_device(data)
+        shard = self.layout.to_sharded_dtensor(self.layout.without_padding(data))
+        self.sharded_param = nn.Parameter(shard, requires_grad=param.requires_grad)
         self.register(self.sharded_param)
         self._set_sharded_data(data)
 
+    def _to_shard_device(self, data: torch.Tensor) -> torch.Tensor:
+        if data.is_meta:
+            return data
+        data = data.to(self.shard_device) if data.device != self.shard_device else data
+        return data.pin_memory() if self.pinned and not data.is_pinned() else data
+
     def _set_sharded_data(self, data: torch.Tensor) -> None:
+        self.padded_sharded_tensor = data.detach()
+        self.has_extension = has_extension(self.name, data)
         with torch.inference_mode(False):
             # A Parameter, because Dynamo takes the sizes of those as static.
             leaf = nn.Parameter(data.detach(), requires_grad=data.is_floating_point() or data.is_complex())
@@ -166,12 +157,36 @@ class FSDPParam:
                     param.accumulate_sharded_grad(grad)
 
             leaf.register_post_accumulate_grad_hook(pass_on)
-        self._sharded_data = leaf
+        self._sharded_leaf = leaf
         self.update_recipe()
 
-    def to_dtensor(self, local: torch.Tensor) -> DTensor:
-        """Wrap a tensor of size ``sharded_size`` as a shard of the whole parameter."""
-        return torch_compat.dtensor_from_local(local, self.mesh_info.mesh, self.placements, self.orig_size)
+    @property
+    def sharded_data(self) -> torch.Tensor:
+        """The padded shard, of size ``layout.padded_sharded_size``.
+
+        Raises:
+            RuntimeError: it is not where the shard should be.
+        """
+        if self.padded_sharded_tensor.device != self.shard_device:
+            raise RuntimeError(self._why_misplaced())
+        return self.padded_sharded_tensor
+
+    def _why_misplaced(self) -> str:
+        if self.padded_sharded_tensor.is_meta:
+            return (
+                f"Parameter {self.name} is still on the meta device. Give it memory with module.to_empty(device=...), "
+                "then values, by a state dict or by the modules' reset_parameters()."
+            )
+        reason = "its module is under CPUOffloadPolicy" if self.offloaded else "that is the device of the mesh"
+        return (
+            f"The shard of parameter {self.name} should be on {self.shard_device}, as {reason}, but it is on "
+            f"{self.padded_sharded_tensor.device}. Move the module there, or load a state dict that is there."
+        )
+
+    @property
+    def sharded_local_tensor(self) -> Any:
+        """The local tensor of the sharded parameter, without padding; of the user's class if that is an extension."""
+        return torch_compat.local_tensor(self.sharded_param)
 
     def refresh_sharded_param(self) -> None:
         """Follow changes that others made to the registered sharded parameter, and pad its data again if needed.
@@ -189,22 +204,25 @@ class FSDPParam:
             )
         self.sharded_param = registered
         self.register(registered)  # assignment by name gives each owner of a shared parameter one of its own
-        local = registered.detach().to_local()
+        local = torch_compat.local_tensor(registered.detach())
         if local.is_meta or self._shares_storage(local):
             return
-        if local.size() == self.padded_sharded_size and local.is_contiguous():
-            self._set_sharded_data(local)
-            return
-        data = local.new_zeros(self.padded_sharded_size)
-        rows = local.size(0)
-        data.narrow(0, 0, rows).copy_(local)
+        data = local
+        if local.size() != self.layout.padded_sharded_size or not local.is_contiguous():
+            data = local.new_zeros(self.layout.padded_sharded_size)
+            self.layout.without_padding(data).copy_(local)
+        if self.pinned and not data.is_pinned():
+            data = data.cpu().pin_memory()
         self._set_sharded_data(data)
-        torch_compat.set_local_tensor(registered, data.narrow(0, 0, rows))
+        if data is not local:
+            torch_compat.set_local_tensor(registered, self.layout.without_padding(data))
 
     def _shares_storage(self, local: torch.Tensor) -> bool:
-        mine, theirs = self._sharded_data, local
-        same_kind = mine.device == theirs.device and mine.dtype == theirs.dtype
-        return same_kind and mine.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr() != 0
+        mine, theirs = self.padded_sharded_tensor, local
+        same_kind = type(mine) is type(theirs) and mine.device == theirs.device and mine.dtype == theirs.dtype
+        if not same_kind or type(mine) is not torch.Tensor:
+            return False
+        return mine.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr() != 0
 
     def set_tag(self, tag: dict[str, Any]) -> None:
         """Set what graph nodes made for this parameter carry: see ``passes.graph_view``."""
@@ -213,19 +231,20 @@ class FSDPParam:
 
     def update_recipe(self) -> None:
         """Write down for graphs how to unshard and to reduce; to be called when any of it changes."""
-        rows, world = self.orig_size[0], self.world_size
-        padding = self.padded_sharded_size[0] * world - rows
-        group_name = self.mesh_info.shard_process_group.group_name
-        scaling = self.scaling()
+        gather_group = self.mesh_info.shard_process_group
+        reduce_group = self.reduce_scatter_group or gather_group
+        if gather_group is None or reduce_group is None:
+            return  # nothing is gathered
+        rows, world, padding = self.layout.size[0], self.layout.world_size, self.layout.padding
         self.recipe = write_recipe(
             tag=self._tag,
-            unshard=[rows, padding, self.compute_dtype, world, group_name],
-            reduce=[padding, self.reduce_dtype, *scaling, world, group_name],
+            unshard=[rows, padding, self.compute_dtype, world, gather_group.group_name],
+            reduce=[padding, self.reduce_dtype, *self.scaling(), world, reduce_group.group_name],
         )
 
     def scaling(self) -> Scaling:
         """How this parameter's gradient is averaged."""
-        ranks = self.world_size * self.mesh_info.replicate_mesh_size
+        ranks = self.layout.world_size * self.mesh_info.replicate_mesh_size
         return scaling_for(self.reduce_dtype, ranks, self.gradient_divide_factor, self.force_sum_reduction)
 
     def register(self, tensor: torch.Tensor) -> None:
@@ -240,26 +259,21 @@ class FSDPParam:
         """Whether the sharded parameter may have been written after the unsharded one was gathered from it."""
         return self._gathered_stamp != write_stamp(self.sharded_param)
 
-    def all_gather_input(self) -> torch.Tensor:
-        """What this rank contributes, in the compute dtype on the compute device: the sharded data, of size
-        ``padded_sharded_size``, or in state ``SHARDED_POST_FORWARD`` the larger 1-D slice."""
+    def all_gather_inputs(self) -> list[torch.Tensor]:
+        """What this rank contributes, on the compute device; in state ``SHARDED_POST_FORWARD`` the slice, 1-D."""
         if self._post_forward_data is not None:
-            return self._post_forward_data
-        return self._sharded_data.detach().to(device=self.device, dtype=self.compute_dtype, non_blocking=True)
-
-    def alloc_all_gather_output(self) -> torch.Tensor:
-        """The all-gather output with room for data, of size ``(world_size * padded rows, ...)``."""
-        output = self._all_gather_output
-        if output is None or output.dtype != self.compute_dtype or output.device != self.device:
-            rows, *rest = self.padded_sharded_size
-            with torch.inference_mode(False):  # an inference tensor could never take part in training later
-                output = torch.empty(rows * self.world_size, *rest, dtype=self.compute_dtype, device=self.device)
-                self._unsharded_param = nn.Parameter(output.narrow(0, 0, self.orig_size[0]), requires_grad=False)
-            self._all_gather_output = output
-        else:
-            torch_compat.resize_storage(output, output.numel() * output.itemsize)
+            return [self._post_forward_data]
         self._gathered_stamp = write_stamp(self.sharded_param)
-        return output
+        unsharding = self._unsharding
+        if unsharding is None or not unsharding.fits(self):
+            unsharding = ExtensionUnsharding(self) if self.has_extension else PlainUnsharding(self)
+            self._unsharding, self._unsharded_param = unsharding, None
+        return unsharding.inputs()
+
+    def all_gather_outputs(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Room for the ``inputs`` of all ranks; an all-gather may write to it until ``to_unsharded``."""
+        assert self._unsharding is not None
+        return self._unsharding.outputs(inputs, whole=self._post_forward_data is not None)
 
     @property
     def unsharded_param(self) -> nn.Parameter:
@@ -268,20 +282,35 @@ class FSDPParam:
             raise RuntimeError(f"Parameter {self.name} has never been unsharded.")
         return self._unsharded_param
 
-    def to_unsharded(self) -> None:
-        """The all-gather output holds data: hand it to the modules."""
+    @property
+    def unsharded_nbytes(self) -> int:
+        """Bytes that the unsharded data takes now."""
+        return 0 if self._unsharding is None else self._unsharding.nbytes
+
+    def finish_unshard(self) -> None:
+        """The all-gather outputs hold data: make the unsharded parameter of them."""
+        assert self._unsharding is not None
+        self._unsharding.finish()
+        self._post_forward_data = None
+        if self._unsharded_param is None:
+            with torch.inference_mode(False):
+                unsharded = self.layout.to_unsharded(self._unsharding.tensor)
+                self._unsharded_param = nn.Parameter(unsharded, requires_grad=False)
+        self.sharded_state = ShardedState.UNSHARDED
+
+    def show_unsharded(self) -> None:
+        """Hand the unsharded parameter to the modules."""
         unsharded = self.unsharded_param
         if unsharded.requires_grad != self.sharded_param.requires_grad:
             unsharded.requires_grad_(self.sharded_param.requires_grad)
         self.register(unsharded)
-        self._post_forward_data = None
-        self.sharded_state = ShardedState.UNSHARDED
 
     def to_sharded(self) -> None:
         """Hand the sharded parameter back to the modules and free the unsharded data."""
         self.register(self.sharded_param)
         self._post_forward_data = None
-        self._free_unsharded_data()
+        if self._unsharding is not None:
+            self._unsharding.free()
         self.sharded_state = ShardedState.SHARDED
 
     def to_sharded_post_forward(self, mesh_info: FSDPMeshInfo) -> None:
@@ -289,22 +318,22 @@ class FSDPParam:
 
         The modules get the sharded parameter back: the slice is for the gather of the backward only.
         """
-        assert self._all_gather_output is not None and self.sharded_state is ShardedState.UNSHARDED
-        flat = self._all_gather_output.detach().view(-1)
+        assert isinstance(self._unsharding, PlainUnsharding) and self.sharded_state is ShardedState.UNSHARDED
+        flat = self._unsharding.flat
         numel = flat.numel() // mesh_info.shard_mesh_size  # whole, as the padded data divides among more ranks
         self.register(self.sharded_param)
         self._post_forward_data = flat.narrow(0, numel * mesh_info.shard_mesh_rank, numel).clone()
-        self._free_unsharded_data()
+        self._unsharding.free()
         self.sharded_state = ShardedState.SHARDED_POST_FORWARD
-
-    def _free_unsharded_data(self) -> None:
-        if self._all_gather_output is not None:
-            torch_compat.resize_storage(self._all_gather_output, 0)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def take_unsharded_grad(self) -> torch.Tensor | None:
-        """Remove and return the whole gradient, accumulated micro-batches included; ``None`` if there is none."""
+        """Remove and return the whole gradient of the local tensor, earlier micro-batches included; or ``None``."""
+        grad = self._take_accumulated_grad()
+        return None if grad is None else self.layout.local_gradient(grad)
+
+    def _take_accumulated_grad(self) -> torch.Tensor | None:
         grad, accumulated = None, self.accumulated_grad
         if self._unsharded_param is not None:
             grad, self._unsharded_param.grad = self._unsharded_param.grad, None
@@ -315,13 +344,9 @@ class FSDPParam:
 
     def keep_unsharded_grad(self) -> None:
         """Set the whole gradient aside in the reduce dtype, for a later backward to reduce."""
-        grad = self.take_unsharded_grad()
+        grad = self._take_accumulated_grad()
         if grad is not None:
             self.accumulated_grad = grad.to(self.reduce_dtype)
-
-    @property
-    def has_partial_grad(self) -> bool:
-        return self._partial_grad is not None
 
     def add_partial_grad(self, piece: torch.Tensor) -> None:
         """Keep a gradient that is reduced over the shard ranks until a later backward reduces it over the replicas."""
@@ -337,20 +362,37 @@ class FSDPParam:
         Hooks on the sharded parameter run as autograd would run them: tensor hooks on the reduced gradient, then
         accumulation, then the post-accumulate hooks.
         """
-        local = reduced.view(self.padded_sharded_size).narrow(0, 0, self.sharded_size[0])
-        local = local.to(device=self._sharded_data.device, dtype=self.orig_dtype)
-        grad = torch_compat.run_tensor_hooks(self.sharded_param, self.to_dtensor(local))
-        if self.sharded_param.grad is None:
+        local = self.layout.without_padding(reduced.view(self.layout.padded_sharded_size))
+        existing = self.sharded_param.grad
+        if existing is not None and existing.device != self.shard_device:
+            raise RuntimeError(
+                f"The gradient of parameter {self.name} was left on {existing.device}; it belongs with its shard, on "
+                f"{self.shard_device}."
+            )
+        local = local.to(device=self.shard_device, dtype=self.orig_dtype, non_blocking=self._may_copy_late)
+        grad = torch_compat.run_tensor_hooks(self.sharded_param, self.layout.to_sharded_dtensor(local))
+        if existing is None:
             self.sharded_param.grad = grad
-        else:
-            self.sharded_param.grad.add_(grad)
+        else:  # on local tensors, as an operation on DTensors takes much longer
+            torch_compat.local_tensor(existing).add_(torch_compat.local_tensor(grad))
         torch_compat.run_post_accumulate_hooks(self.sharded_param)
+
+    @property
+    def _may_copy_late(self) -> bool:
+        """Whether nobody reads the gradient before the backward ends, so that its copy to the host may overlap."""
+        param = self.sharded_param
+        return self.pinned and param.grad is None and not torch_compat.has_gradient_hooks(param)
 
     # -- traced executor ----------------------------------------------------------------------------------------------
 
+    @property
+    def is_traceable(self) -> bool:
+        """Whether its gather has a traced form."""
+        return self.layout.shard_dim == 0 and self.layout.unsharded_spec is None and not self.has_extension
+
     def unshard_traced(self) -> torch.Tensor:
         """Emit the all-gather into the graph being traced and give its result to the modules."""
-        shard = self._sharded_data if self.sharded_param.requires_grad else self._sharded_data.detach()
+        shard = self._sharded_leaf if self.sharded_param.requires_grad else self._sharded_leaf.detach()
         with tagged(self.recipe, "unshard"):
             full = UnshardFunction.apply(shard, self.recipe)
         self.register(full)
@@ -364,7 +406,7 @@ class FSDPParam:
                 full.untyped_storage().resize_(0)
 
     def __repr__(self) -> str:
-        return f"FSDPParam({self.name}, {tuple(self.orig_size)}, {self.sharded_state.name})"
+        return f"FSDPParam({self.name}, {tuple(self.layout.global_size)}, {self.sharded_state.name})"
 
 
 def shared_owners(modules: list[nn.Module], params: list[nn.Parameter]) -> Iterator[list[tuple[nn.Module, str]]]:
@@ -379,3 +421,13 @@ def shared_owners(modules: list[nn.Module], params: list[nn.Parameter]) -> Itera
             if param in owners:
                 owners[param].append((module, name))
     return iter(owners.values())
+
+
+_origins = itertools.count()
+
+
+def origin_of(param: nn.Parameter) -> int:
+    """A number that names the original parameter ``param``, to recognize it in other modules after it was sharded."""
+    if not hasattr(param, "_fsdp_origin"):
+        param._fsdp_origin = next(_origins)  # type: ignore[attr-defined]
+    return param._fsdp_origin  # type: ignore[attr-defined]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
-from .collectives import Gather, launch_all_gather
+from .all_gather import Gather, launch_all_gather
+from .communication import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter
 from .fsdp_param import FSDPParam, ShardedState, shared_owners
 from .mesh_info import FSDPMeshInfo
 from .policies import MixedPrecisionPolicy, OffloadPolicy
-from .reduction import Reduction, Route
+from .reduction import Gradient, Reduction, Route
+from .sharded_layout import ShardedLayout
+from .streams import Lane, Lanes
 from .tracing import frees_are_restored, trace_token, warn_once
 
 _group_ids = itertools.count()  # ranks build their models in the same order, so they number groups alike
@@ -22,14 +26,14 @@ class FSDPParamGroup:
     """The parameters that one ``fully_shard`` call manages on one mesh.
 
     Args:
-        params: original parameters, without duplicates, in order of traversal.
-        post_forward_mesh_info: the fewer ranks that keep a slice between forward and backward, if any.
+        params: original parameters with their layouts, without duplicates, in order of traversal.
         modules: roots of the traversal; every module below them that holds one of ``params`` is kept up to date.
+        post_forward_mesh_info: the fewer ranks that keep a slice between forward and backward, if any.
     """
 
     def __init__(
         self,
-        params: list[nn.Parameter],
+        params: Sequence[tuple[nn.Parameter, ShardedLayout]],
         modules: list[nn.Module],
         mesh_info: FSDPMeshInfo,
         device: torch.device,
@@ -44,11 +48,14 @@ class FSDPParamGroup:
         self.reduce_grads = True
         self.all_reduce_grads = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.all_reduce_hook_stream: torch.Stream | None = None
         self.reduce_scatter_unused_params = False
         self.reshard_after_backward = True
+        self.all_gather_comm: AllGather | None = None  # none but the default
+        self.reduce_scatter_comm: ReduceScatter = DefaultReduceScatter()
         self.params = [
-            FSDPParam(param, owners, mesh_info, device, mp_policy, offload_policy)
-            for param, owners in zip(params, shared_owners(modules, params), strict=True)
+            FSDPParam(param, owners, layout, mesh_info, device, mp_policy, offload_policy)
+            for (param, layout), owners in zip(params, shared_owners(modules, [p for p, _ in params]), strict=True)
         ]
         self._gather: Gather | None = None
         self._traced: list[torch.Tensor] | None = None  # unsharded tensors that a graph made and modules now see
@@ -72,9 +79,46 @@ class FSDPParamGroup:
     def sharded_state(self) -> ShardedState:
         return self.params[0].sharded_state if self.params else ShardedState.SHARDED
 
+    @property
+    def reduce_scatter_group(self) -> dist.ProcessGroup | None:
+        """The group that reduces over the shard ranks: one of its own if the user wants so, else the all-gathers'."""
+        own = self.params[0].reduce_scatter_group if self.params else None
+        return own or self.mesh_info.shard_process_group
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool, made: dict[tuple[int, ...], dist.ProcessGroup]
+    ) -> None:
+        """Reduce in a group apart from the all-gathers'; one for each set of ranks, which ``made`` remembers."""
+        shared = self.mesh_info.shard_process_group
+        if shared is None or not self.params:
+            return
+        own = self.params[0].reduce_scatter_group
+        if enable:
+            ranks = tuple(dist.get_process_group_ranks(shared))
+            if ranks not in made:
+                made[ranks] = own or dist.new_group(
+                    list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
+                )
+            own = made[ranks]
+        for param in self.params:
+            param.reduce_scatter_group = own if enable else None
+            param.update_recipe()
+
+    @property
+    def has_custom_communication(self) -> bool:
+        """Whether the user set a communication of their own."""
+        return not isinstance(self.all_gather_comm, (DefaultAllGather, type(None))) or not isinstance(
+            self.reduce_scatter_comm, DefaultReduceScatter
+        )
+
+    @property
+    def copies_late(self) -> bool:
+        """Whether gradients may still be on their way to the host after the backward."""
+        return any(param.pinned for param in self.params)
+
     # -- eager executor -----------------------------------------------------------------------------------------------
 
-    def unshard(self) -> None:
+    def unshard(self, lanes: Lanes) -> None:
         """Start the all-gather unless the unsharded parameters are there, or on their way, and up to date."""
         stale = any(param.is_stale for param in self.params)
         if self._gather is not None and stale:
@@ -90,17 +134,19 @@ class FSDPParamGroup:
             else:
                 assert self.post_forward_mesh_info is not None
                 mesh_info = self.post_forward_mesh_info
-        self._gather = launch_all_gather(self.params, mesh_info)
+        self._gather = launch_all_gather(self.params, mesh_info, lanes, self.all_gather_comm)
 
     def wait_for_unshard(self) -> None:
         """Finish the all-gather and hand the unsharded parameters to the modules."""
         if self._gather is not None:
             self._gather.wait()
             self._gather = None
+            for param in self.params:
+                param.finish_unshard()
         elif self.sharded_state is not ShardedState.UNSHARDED:
             return
         for param in self.params:
-            param.to_unsharded()
+            param.show_unsharded()
 
     def reshard(self) -> None:
         """Free the unsharded parameters and hand the sharded ones to the modules."""
@@ -119,7 +165,7 @@ class FSDPParamGroup:
             param.to_sharded_post_forward(self.post_forward_mesh_info)
 
     def drop_unused_gather(self) -> None:
-        """After the backward: free what was gathered ahead but never used, for weights may change from here on."""
+        """Free what was gathered ahead but not used."""
         if self._gather is not None:
             self.reshard()
 
@@ -131,40 +177,47 @@ class FSDPParamGroup:
         for param in self.params:
             param.register(param.sharded_param)
 
-    def reduce(self) -> list[Reduction]:
+    def reduce(self, lanes: Lanes, used: bool) -> list[Reduction]:
         """Take the unsharded gradients, free the unsharded parameters, start the reductions.
 
         One reduce-scatter for each reduce dtype in the group. Without gradient sync the gradients are set aside.
+
+        Args:
+            used: whether the backward came through the group's module, on all ranks then; else it only reduces what is
+                left over.
         """
-        if not self.reduce_grads:
+        gradients: list[Gradient] = []
+        if self.reduce_grads:
+            gradients = [self._take_gradient(param) for param in self.params]
+        else:
             for param in self.params:
                 param.keep_unsharded_grad()
-        grads = [(param, self._grad_to_reduce(param)) for param in self.params] if self.reduce_grads else []
         if self.reshard_after_backward:
             self.reshard()
         else:
             self.hide_unsharded()
-        by_dtype: dict[torch.dtype, list[tuple[FSDPParam, torch.Tensor | None]]] = {}
-        for param, grad in grads:
-            if grad is not None or param.has_partial_grad:
-                by_dtype.setdefault(param.reduce_dtype, []).append((param, grad))
-        return [
-            Reduction([param for param, _ in pairs], [grad for _, grad in pairs], dtype, self._route(pairs[0][0]))
-            for dtype, pairs in by_dtype.items()
-        ]
+        if not used and not any(gradient.is_present for gradient in gradients):
+            return []
+        by_dtype: dict[torch.dtype, list[Gradient]] = {}
+        for gradient in gradients:
+            if gradient.param.sharded_param.requires_grad or gradient.is_present:
+                by_dtype.setdefault(gradient.param.reduce_dtype, []).append(gradient)
+        return [Reduction(some, dtype, self._route(some[0].param, lanes)) for dtype, some in by_dtype.items()]
 
-    def _grad_to_reduce(self, param: FSDPParam) -> torch.Tensor | None:
-        grad = param.take_unsharded_grad()
-        if grad is None and self.reduce_scatter_unused_params and param.sharded_param.requires_grad:
-            return torch.zeros(param.orig_size, dtype=param.reduce_dtype, device=param.device)
-        return grad
+    def _take_gradient(self, param: FSDPParam) -> Gradient:
+        always = self.reduce_scatter_unused_params and param.sharded_param.requires_grad
+        return Gradient(param, param.take_unsharded_grad(), param.take_partial_grad(), always)
 
-    def _route(self, param: FSDPParam) -> Route:
+    def _route(self, param: FSDPParam, lanes: Lanes) -> Route:
+        stream = self.all_reduce_hook_stream
         return Route(
-            shard_group=self.mesh_info.shard_process_group,
+            shard_group=self.reduce_scatter_group,
             replicate_group=self.mesh_info.replicate_process_group,
             scaling=param.scaling(),
+            comm=self.reduce_scatter_comm,
+            lanes=lanes,
             hook=self.all_reduce_hook,
+            hook_lane=lanes.all_reduce if stream is None else Lane(stream),
             all_reduce=self.all_reduce_grads,
         )
 
@@ -186,8 +239,9 @@ class FSDPParamGroup:
     @property
     def is_traceable(self) -> bool:
         """Whether all settings have a traced form."""
-        one_dimensional = self.mesh_info.replicate_mesh_dim is None and self.post_forward_mesh_info is None
-        return one_dimensional and self.reduce_grads and self.all_reduce_hook is None
+        only_shards = self.mesh_info.replicate_mesh_dim is None and self.post_forward_mesh_info is None
+        usual = self.all_reduce_hook is None and not self.has_custom_communication and self.reduce_grads
+        return only_shards and usual and all(param.is_traceable for param in self.params)
 
     def unshard_traced(self) -> None:
         """Emit the all-gathers of all parameters into the graph being traced."""

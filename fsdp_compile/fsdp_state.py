@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from enum import Enum, auto
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,10 +27,12 @@ from .fsdp_param_group import FSDPParamGroup
 from .nested import cast_floating_point, map_tensors, tensors_requiring_grad
 from .policies import MixedPrecisionPolicy
 from .reduction import Reduction
+from .streams import Lanes
 
 UNTRACED = (
-    "fsdp_compile: this module's transitions run eagerly; a 2D mesh, reshard_after_forward=<int>, "
-    "set_requires_gradient_sync(False) and set_all_reduce_hook have no traced form yet"
+    "fsdp_compile: this module's transitions run eagerly; a 2D mesh, DTensor parameters, sharding on another dimension "
+    "than the first, all-gather extensions, reshard_after_forward=<int>, set_requires_gradient_sync(False), "
+    "set_all_reduce_hook and custom communication have no traced form yet"
 )
 
 
@@ -50,10 +53,18 @@ class FSDPContext:
         self.states = [root]
         # One entry a forward, consumed from its end by the backward; bounded, as a forward may have no backward.
         self.forward_order: deque[FSDPState] = deque(maxlen=4096)
+        self.expected_calls: list[FSDPState] = []  # those of the root's last forward, in order
+        self.calls: list[FSDPState] = []  # those of its forward under way
         self.reductions: deque[Reduction] = deque()
         self.all_reduces: deque[Reduction] = deque()
         self.is_last_backward = True
+        self.post_optim_event: torch.Event | None = None
         self.callback_queued = False
+
+    @cached_property
+    def lanes(self) -> Lanes:
+        """Where this tree communicates; made when needed, as states are merged into larger trees at first."""
+        return Lanes(self.root.device)
 
     def settle_reductions(self, in_flight: int) -> None:
         """Move on until at most ``in_flight`` reduce-scatters, and as many all-reduces, are under way."""
@@ -75,9 +86,14 @@ class FSDPState:
     """
 
     def __init__(
-        self, modules: list[nn.Module], mp_policy: MixedPrecisionPolicy, reshard_after_forward: bool | None
+        self,
+        modules: list[nn.Module],
+        device: torch.device,
+        mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
     ) -> None:
         self.modules = modules
+        self.device = device
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.groups: list[FSDPParamGroup] = []
@@ -98,7 +114,7 @@ class FSDPState:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        args, kwargs = self._cast_inputs(args, kwargs)
+        args, kwargs = self._cast_inputs(*self._move_inputs(args, kwargs))
         if torch.compiler.is_compiling() and self._is_traceable:
             self._unshard_traced()
             return args, kwargs
@@ -112,7 +128,8 @@ class FSDPState:
         first = self._enter_forward()
         self._unshard()
         if first:
-            _start_unshard(self.forward_prefetch)
+            expected = self._expected_next()
+            self.start_unshard(self.forward_prefetch or expected)
         return self._watch_inputs(args, kwargs) if first else (args, kwargs)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -131,14 +148,46 @@ class FSDPState:
                     self.context.forward_order.append(self)
             self._watch_outputs(output)
             self.training_state = TrainingState.IDLE
+            if self.context.root is self:
+                self._end_root_forward()
 
     def _enter_forward(self) -> bool:
         """Whether this call begins a pass through the modules of this state."""
         first = self.training_state is not TrainingState.FORWARD
         if first:
             self._not_run = list(self.modules)
+            if self.context.root is self:
+                self._begin_root_forward()
         self.training_state = TrainingState.FORWARD
         return first
+
+    def _begin_root_forward(self) -> None:
+        context = self.context
+        context.lanes.begin_forward(context.post_optim_event)
+        context.post_optim_event = None
+        context.expected_calls, context.calls = context.calls, []
+
+    def _end_root_forward(self) -> None:
+        context = self.context
+        context.lanes.release_retired()
+        if context.calls != context.expected_calls:  # something else than before has run: what was expected has not
+            for state in context.states:
+                for group in state.groups:
+                    group.drop_unused_gather()
+
+    def _expected_next(self) -> list[FSDPState]:
+        """The module that ran after this one in the root's last forward, as long as this forward goes the same way.
+
+        Only on CPU: in streams an all-gather starts before earlier compute is done, without being issued ahead of time.
+        The order is that of the program, hence the same on all ranks.
+        """
+        context = self.context
+        if context.lanes.in_streams or context.root.training_state is not TrainingState.FORWARD:
+            return []
+        context.calls.append(self)
+        done = len(context.calls)
+        on_the_way = context.calls[-1:] == context.expected_calls[done - 1 : done]
+        return context.expected_calls[done : done + 1] if on_the_way else []
 
     def _leave_forward(self, module: nn.Module) -> bool:
         """Whether all modules of this state have now run."""
@@ -146,10 +195,15 @@ class FSDPState:
         return not self._not_run
 
     def _unshard(self) -> None:
-        for group in self.groups:
-            group.unshard()
+        self.start_unshard([self])
         for group in self.groups:
             group.wait_for_unshard()
+
+    def start_unshard(self, states: list[FSDPState]) -> None:
+        """Start the all-gathers of ``states`` without waiting, to overlap with compute."""
+        for state in states:
+            for group in state.groups:
+                group.unshard(self.context.lanes)
 
     def _reshard_after_forward(self) -> None:
         no_backward_follows = not torch.is_grad_enabled()
@@ -160,6 +214,14 @@ class FSDPState:
                 group.reshard_after_forward()
             else:
                 group.hide_unsharded()
+
+    def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Move the root's inputs to the device, as users of an accelerator expect."""
+        device = self.device
+        if device.type == "cpu" or self.context.root is not self:
+            return args, kwargs
+        args, kwargs = map_tensors(lambda t: t if t.device == device else t.to(device), (args, kwargs))
+        return args, kwargs
 
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         dtype = self.mp_policy.param_dtype
@@ -227,7 +289,7 @@ class FSDPState:
         self._queue_final_callback()
         if self.unshard_in_backward:
             self._unshard()
-        _start_unshard(self.backward_prefetch or self._ran_before())
+        self.start_unshard(self.backward_prefetch or self._ran_before())
 
     def _ran_before(self) -> list[FSDPState]:
         """The module whose forward ran before this one's: its backward is likely the next."""
@@ -236,10 +298,11 @@ class FSDPState:
             pass
         return [order[-1]] if order and order[-1].unshard_in_backward else []
 
-    def post_backward(self) -> None:
+    def post_backward(self, used: bool = True) -> None:
+        """Reduce the gradients; ``used``: whether the backward came through the module."""
         self.training_state = TrainingState.POST_BACKWARD
         for group in self.groups:
-            self.context.reductions.extend(group.reduce())
+            self.context.reductions.extend(group.reduce(self.context.lanes, used))
             self.context.settle_reductions(self.max_reductions_in_flight)
 
     def _queue_final_callback(self) -> None:
@@ -252,12 +315,16 @@ class FSDPState:
         context = self.context
         for state in reversed(context.states):
             if state.training_state is not TrainingState.POST_BACKWARD:
-                state.post_backward()  # its inputs required no gradient
+                # Its inputs required no gradient, or it was not used.
+                state.post_backward(used=state.training_state is TrainingState.PRE_BACKWARD)
             state.training_state = TrainingState.IDLE
             state._not_run = []
             for group in state.groups:
                 group.drop_unused_gather()
         context.settle_reductions(in_flight=0)
+        context.lanes.release_retired()
+        if any(group.copies_late for state in context.states for group in state.groups):
+            torch.accelerator.current_stream().synchronize()  # the optimizer reads gradients on the host
         if context.is_last_backward:
             context.forward_order.clear()
         context.callback_queued = False
@@ -275,11 +342,6 @@ class FSDPState:
             for group in state.groups:
                 group.drop_iteration()
         context.forward_order.clear()
+        context.calls = []
         context.callback_queued = False
 
-
-def _start_unshard(states: list[FSDPState]) -> None:
-    """Start the all-gathers of ``states`` without waiting, to overlap with compute."""
-    for state in states:
-        for group in state.groups:
-            group.unshard()

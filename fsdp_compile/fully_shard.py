@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, overload
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn, overload
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from . import torch_compat
 from .fsdp_module import FSDPModule, refresh, reshard, states_under
+from .fsdp_param import FSDPParam, origin_of
 from .fsdp_param_group import FSDPParamGroup
 from .fsdp_state import FSDPState
-from .mesh_info import FSDPMeshInfo, default_mesh, device_of, mesh_info_of, post_forward_mesh_info_of
-from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .mesh_info import (
+    DataParallelMeshDims,
+    FSDPMeshInfo,
+    default_mesh,
+    device_of,
+    mesh_info_of,
+    post_forward_mesh_info_of,
+)
+from .policies import MixedPrecisionPolicy, OffloadPolicy
+from .shard_placement import ShardPlacementFn, placement_of
+from .sharded_layout import ShardedLayout, layout_of
 from .staleness import watch_optimizers
+from .unsharding import has_extension
 
 _fsdp_classes: dict[type[nn.Module], type[nn.Module]] = {}  # one for each module class, so that the compiler's guards,
 # which are on classes, hold for all layers of a model
@@ -27,11 +39,11 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> FSDPModule: ...
 
 
@@ -41,11 +53,11 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -54,11 +66,11 @@ def fully_shard(  # type: ignore[misc]
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen, and torch's own default
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` over data-parallel ranks, in place; same call as torch's ``fully_shard``.
 
@@ -74,10 +86,16 @@ def fully_shard(  # type: ignore[misc]
         reshard_after_forward: ``True`` frees the unsharded parameters after forward and gathers them again in
             backward, ``False`` keeps them, ``None`` means ``True`` except for the root, which backward needs first. An
             int that divides the number of shard ranks: that many neighbouring ranks together keep the parameters whole
-            after forward, and backward gathers among them only.
+            after forward, and backward gathers among them only (not for tensor-parallel parameters).
+        shard_placement_fn: asked for each parameter which dimension to shard, ``Shard(dim)``, and with a
+            :class:`ShardPlacementResult` also over which mesh; ``None`` means dimension 0 of ``mesh``. Other dimensions
+            must divide evenly. Parameters of several meshes make several groups, which move together.
         mp_policy: dtypes of the gather, of the reduction and of inputs and outputs.
         offload_policy: where shards live.
         ignored_params: parameters to leave alone: not sharded, not moved, their gradients not reduced.
+        dp_mesh_dims: says that ``mesh`` is the mesh of all parallelism, on which the parameters are ``DTensor`` s
+            already, and which of its dimensions shard and replicate them. With ``replicate`` only, gradients are
+            all-reduced and nothing is sharded. Plain parameters are allowed if the mesh has no other dimensions.
 
     Returns:
         ``module`` itself, now also an :class:`FSDPModule`; its parameters are ``DTensor`` shards.
@@ -86,26 +104,27 @@ def fully_shard(  # type: ignore[misc]
         TypeError: an argument of a wrong type.
         ValueError: bad mesh, a module without ``forward``, a module already sharded, a scalar or non-contiguous
             parameter; the message names it. The model is left as it was.
-        NotImplementedError: an argument of torch's that has no implementation here yet.
+        NotImplementedError: uneven sharding of another dimension than 0; an int for tensor-parallel parameters.
     """
     modules = [module] if isinstance(module, nn.Module) else _without_descendants(module)
     _check_modules(modules)
-    _check_types(mesh, mp_policy, offload_policy, ignored_params)
-    _check_arguments(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
-    mesh_info = mesh_info_of(mesh or default_mesh())
+    _check_types(mesh, mp_policy, offload_policy, ignored_params, dp_mesh_dims)
+    _check_reshard(reshard_after_forward)
+    mesh_info = mesh_info_of(mesh or default_mesh(), dp_mesh_dims)
     device = device_of(mesh_info.mesh)
     params, buffers = _managed_tensors(modules, ignored_params or set())
+    _check_ties(modules, params)
     for param, name in params.items():
-        _check_parameter(name, param)
-    reshard_after_forward, post_forward_mesh_info = _post_forward(reshard_after_forward, mesh_info)
+        _check_parameter(name, param, device, reshard_after_forward)
+    members = _by_mesh(params, shard_placement_fn, mesh_info)
+    post_forward = [_post_forward_mesh_info(reshard_after_forward, group_mesh_info) for group_mesh_info, _ in members]
     _move_to_device([*params, *buffers], device)
     watch_optimizers()
-    state = FSDPState(modules, mp_policy, reshard_after_forward)
-    if params:
-        group = FSDPParamGroup(
-            list(params), modules, mesh_info, device, mp_policy, offload_policy, post_forward_mesh_info
-        )
-        state.groups.append(group)
+    state = FSDPState(modules, device, mp_policy, _whether_to_reshard(reshard_after_forward, mesh_info))
+    state.groups = [
+        FSDPParamGroup(group_params, modules, group_mesh_info, device, mp_policy, offload_policy, fewer)
+        for (group_mesh_info, group_params), fewer in zip(members, post_forward, strict=True)
+    ]
     for each in modules:
         _become_fsdp_module(each, state)
     _adopt_descendants(state)
@@ -125,12 +144,13 @@ def _check_modules(modules: list[nn.Module]) -> None:
             raise ValueError(f"fully_shard does not support containers without a forward: {type(module).__name__}")
 
 
-def _check_types(mesh: Any, mp_policy: Any, offload_policy: Any, ignored_params: Any) -> None:
+def _check_types(mesh: Any, mp_policy: Any, offload_policy: Any, ignored_params: Any, dp_mesh_dims: Any) -> None:
     expected: list[tuple[str, Any, type, bool]] = [
         ("mesh", mesh, DeviceMesh, True),
         ("mp_policy", mp_policy, MixedPrecisionPolicy, False),
         ("offload_policy", offload_policy, OffloadPolicy, False),
         ("ignored_params", ignored_params, set, True),
+        ("dp_mesh_dims", dp_mesh_dims, DataParallelMeshDims, True),
     ]
     for name, value, kind, optional in expected:
         if not isinstance(value, kind) and not (optional and value is None):
@@ -138,24 +158,45 @@ def _check_types(mesh: Any, mp_policy: Any, offload_policy: Any, ignored_params:
             raise TypeError(f"fully_shard({name}=...) takes a {wanted}, not a {found}")  # torch's own policies, say
 
 
-def _check_arguments(
-    reshard_after_forward: bool | int | None,
-    shard_placement_fn: Any,
-    offload_policy: OffloadPolicy,
-    dp_mesh_dims: Any,
-) -> None:
+def _check_reshard(reshard_after_forward: Any) -> None:
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
         raise ValueError(f"reshard_after_forward should be a bool, an int or None, not {reshard_after_forward!r}")
-    for name, value in (("shard_placement_fn", shard_placement_fn), ("dp_mesh_dims", dp_mesh_dims)):
-        if value is not None:
-            raise NotImplementedError(f"fully_shard({name}=...) has no implementation here yet")
-    if isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory:
-        raise NotImplementedError("CPUOffloadPolicy(pin_memory=True) has no implementation here yet")
 
 
-def _check_parameter(name: str, param: nn.Parameter) -> None:
-    if isinstance(param, DTensor):
-        raise NotImplementedError(f"Parameter {name} is a DTensor; sharding it further has no implementation here yet")
+def _check_ties(modules: list[nn.Module], params: dict[nn.Parameter, str]) -> None:
+    """A parameter that two groups share would become two parameters, which then go apart unnoticed."""
+    below = {module: None for root in modules for module in root.modules()}
+    taken: dict[int, FSDPParam] = {}
+    for group in (group for state in states_under(below) for group in state.groups):
+        for param in group.params:
+            other = taken.setdefault(param.origin, param)
+            if other is not param:
+                _refuse_tie(param.name, other.name)
+    for original, name in params.items():
+        if origin_of(original) in taken:
+            _refuse_tie(name, taken[origin_of(original)].name)
+
+
+def _refuse_tie(name: str, other: str) -> NoReturn:
+    raise ValueError(
+        f"Parameter {name} is shared with {other}, which an earlier fully_shard has put in another group. Put all "
+        "modules that share a parameter in one group, with fully_shard([module, other_module]), or leave them to the "
+        "module above both."
+    )
+
+
+def _check_parameter(
+    name: str, param: nn.Parameter, device: torch.device, reshard_after_forward: bool | int | None
+) -> None:
+    is_count = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
+    if isinstance(param, DTensor) and is_count:
+        raise NotImplementedError(
+            f"reshard_after_forward={reshard_after_forward} is not for tensor-parallel parameters, but {name} is one"
+        )
+    if has_extension(name, torch_compat.local_tensor(param)) and is_count:
+        raise NotImplementedError(
+            f"reshard_after_forward={reshard_after_forward} is not for parameters with an all-gather extension: {name}"
+        )
     if param.dim() == 0:
         raise ValueError(f"fully_shard cannot shard the scalar parameter {name}; make it 1D with one element")
     if not param.is_contiguous():
@@ -165,18 +206,41 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
         )
 
 
+Members = list[tuple[FSDPMeshInfo, list[tuple[nn.Parameter, ShardedLayout]]]]
+
+
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
-def _post_forward(
-    reshard_after_forward: bool | int | None, mesh_info: FSDPMeshInfo
-) -> tuple[bool | None, FSDPMeshInfo | None]:
-    """Split an int into whether to reshard and to how many ranks; one rank, or all, are just ``False`` and ``True``."""
+def _by_mesh(
+    params: dict[nn.Parameter, str], shard_placement_fn: ShardPlacementFn | None, mesh_info: FSDPMeshInfo
+) -> Members:
+    """The parameters with their layouts, those that the same process groups serve together, in order of traversal."""
+    members: dict[tuple[str | None, str | None], tuple[FSDPMeshInfo, list[tuple[nn.Parameter, ShardedLayout]]]] = {}
+    for param, name in params.items():
+        place = placement_of(name, param, shard_placement_fn, mesh_info)
+        layout = layout_of(name, param, place.mesh_info, place.placement)
+        own_mesh_info = place.mesh_info
+        members.setdefault(own_mesh_info.process_groups, (own_mesh_info, []))[1].append((param, layout))
+    return list(members.values())
+
+
+def _whether_to_reshard(reshard_after_forward: bool | int | None, mesh_info: FSDPMeshInfo) -> bool | None:
+    """Without the number of ranks: one rank means not at all."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward, None
+        return reshard_after_forward
+    return reshard_after_forward != 1
+
+
+def _post_forward_mesh_info(
+    reshard_after_forward: bool | int | None, mesh_info: FSDPMeshInfo
+) -> FSDPMeshInfo | None:
+    """The fewer ranks to reshard to, if the user gave a number of them that is neither one nor all."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return None
     if reshard_after_forward in (1, mesh_info.shard_mesh_size):
-        return reshard_after_forward != 1, None
-    return True, post_forward_mesh_info_of(reshard_after_forward, mesh_info)
+        return None
+    return post_forward_mesh_info_of(reshard_after_forward, mesh_info)
 
 
 def _without_descendants(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -221,7 +285,11 @@ def _managed_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _move_to_device(tensors: list[torch.Tensor], device: torch.device) -> None:
     for tensor in tensors:
-        if tensor.device != device and not tensor.is_meta:
+        if tensor.device == device or tensor.is_meta or isinstance(tensor, DTensor):
+            continue
+        if torch_compat.is_wrapper_subclass(tensor):
+            torch_compat.swap_contents(tensor, tensor.detach().to(device))
+        else:
             tensor.data = tensor.data.to(device)
 
 

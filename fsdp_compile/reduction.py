@@ -2,18 +2,29 @@
 
         pack ─ reduce-scatter (over shard ranks) ─ all-reduce (over replicas) ─ divide ─ sharded_param.grad
 
-Each arrow is asynchronous: `advance` waits for one step and starts the next, so that the steps of several groups and
-the compute of the backward overlap.
+The two collectives are asynchronous: `advance` waits for one and goes on to the next, so that those of several groups
+and the compute of the backward overlap.
+
+All ranks pack the same parameters, those that require grad, whether or not each has a gradient on this rank. Otherwise
+ranks that use different parameters would reduce buffers of different layouts: a hang, or sums of unrelated gradients.
+An absent gradient is sent as zeros with a minus sign: x + -0.0 is x for every x, and only -0.0 + -0.0 is -0.0. So where
+the result is -0.0 throughout, no rank had a gradient, and the parameter gets none; this takes no further communication.
+A present gradient has -0.0 replaced by 0.0 in the first element of each shard, so that it cannot be taken for absent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from .communication import ReduceScatter
+from .sharded_layout import ShardedLayout
+from .streams import Lane, Lanes, Ticket
 
 if TYPE_CHECKING:
     from .fsdp_param import FSDPParam
@@ -52,55 +63,66 @@ def scaling_for(dtype: torch.dtype, ranks: int, factor: float | None, force_sum:
 
 @dataclass
 class Route:
-    """Where a group's gradients go; read when a reduction starts."""
+    """Where a group's gradients go; read when a reduction starts.
 
-    shard_group: dist.ProcessGroup
+    Attributes:
+        shard_group, replicate_group: ``None`` where gradients are not reduced over such ranks.
+        comm: the reduce-scatter and its buffers.
+        hook: the user's, on the reduced gradients, with the lane that it runs in.
+        all_reduce: if not, the gradients stay on the parameters as partial, reduced over the shard ranks only.
+    """
+
+    shard_group: dist.ProcessGroup | None
     replicate_group: dist.ProcessGroup | None
     scaling: Scaling
-    hook: Callable[[torch.Tensor], None] | None  # the user's, on the reduced gradients
-    all_reduce: bool  # if not, the gradients stay on the params as partial, reduced over the shard ranks only
+    comm: ReduceScatter
+    lanes: Lanes
+    hook: Callable[[torch.Tensor], None] | None
+    hook_lane: Lane
+    all_reduce: bool
+
+
+class Gradient(NamedTuple):
+    """One parameter's part in a reduction.
+
+    Attributes:
+        local: the unsharded gradient of this rank, or ``None``.
+        partial: what earlier backwards have reduced over the shard ranks only, flat and padded, or ``None``.
+        always: whether the parameter gets a gradient even if no rank has one.
+    """
+
+    param: FSDPParam
+    local: torch.Tensor | None
+    partial: torch.Tensor | None
+    always: bool
+
+    @property
+    def is_present(self) -> bool:
+        return self.always or self.local is not None or self.partial is not None
 
 
 class Reduction:
-    """The reduction of the gradients of ``params``, all in one dtype.
-
-    Args:
-        params: in the group's order.
-        grads: unsharded gradients; ``None`` for a parameter whose only gradient is an earlier partial one.
-        dtype: what to reduce in.
-        route: through which groups.
-    """
+    """The reduction of ``gradients``, in the group's order, all in ``dtype``."""
 
     @torch.no_grad()
-    def __init__(
-        self, params: list[FSDPParam], grads: list[torch.Tensor | None], dtype: torch.dtype, route: Route
-    ) -> None:
-        self.params = params
+    def __init__(self, gradients: list[Gradient], dtype: torch.dtype, route: Route) -> None:
+        self._params = [gradient.param for gradient in gradients]
+        self._partials = [gradient.partial for gradient in gradients]
+        self._present = [gradient.is_present for gradient in gradients]
+        self._sizes = [param.layout.padded_sharded_numel for param in self._params]
         self._route = route
-        world = route.shard_group.size()
-        self._source = torch.empty(world, sum(self._sizes), dtype=dtype, device=params[0].device)
-        for grad, column in zip(grads, self._source.split(self._sizes, dim=1), strict=True):
-            _pack(grad, column)
-        if route.scaling.pre != 1:
-            self._source.div_(route.scaling.pre)
-        self._work: dist.Work | None = None
-        self._output = self._source.view(-1)
-        if world > 1:
-            self._output = self._source.new_empty(sum(self._sizes))
-            op = OPS[route.scaling.op]
-            self._work = dist.reduce_scatter_single(
-                self._output, self._source.view(-1), op, route.shard_group, async_op=True
-            )
-        self._step = self._after_reduce_scatter
+        self._source: torch.Tensor | None = self._pack(gradients, dtype)
+        steps = self._steps()
+        self._tickets = iter(list(steps)) if route.lanes.in_streams else steps
+        self._under_way: Ticket | None = next(self._tickets)
 
-    @property
-    def _sizes(self) -> list[int]:
-        return [param.padded_sharded_numel for param in self.params]
-
+    @torch.no_grad()
     def advance(self) -> bool:
-        """Wait for the step under way and start the next; returns whether all is done."""
+        """Wait for the collective under way and go on to the next; returns whether all is done."""
         self.wait()
-        return self._step()
+        self._source = None
+        self._under_way = next(self._tickets, None)
+        return self._under_way is None
 
     def finish(self) -> None:
         """Take all steps that are left."""
@@ -108,50 +130,112 @@ class Reduction:
             pass
 
     def wait(self) -> None:
-        """Wait for the step under way; its buffers are then no longer in use."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        """Wait for the collective under way; its buffers are then no longer in use."""
+        if self._under_way is not None:
+            self._under_way.wait()
 
-    @torch.no_grad()
-    def _after_reduce_scatter(self) -> bool:
-        del self._source
-        pieces = self._output.split(self._sizes)
-        if not self._route.all_reduce:
-            for param, piece in zip(self.params, pieces, strict=True):
-                param.add_partial_grad(piece)
-            return True
-        for param, piece in zip(self.params, pieces, strict=True):
-            partial = param.take_partial_grad()
-            if partial is not None:
-                piece.add_(partial)
-        group = self._route.replicate_group
-        if group is None or group.size() == 1:
-            return self._after_all_reduce()
-        self._work = dist.all_reduce(self._output, OPS[self._route.scaling.op], group, async_op=True)
-        self._step = self._after_all_reduce
-        return False
+    @property
+    def _world_size(self) -> int:
+        return 1 if self._route.shard_group is None else self._route.shard_group.size()
 
-    @torch.no_grad()
-    def _after_all_reduce(self) -> bool:
-        if self._route.hook is not None:
-            self._route.hook(self._output)
+    def _pack(self, gradients: list[Gradient], dtype: torch.dtype) -> torch.Tensor:
+        """A row for each shard rank: its part of each gradient."""
+        rows, columns = self._world_size, sum(self._sizes)
+        source = self._route.comm.allocate((rows * columns,), dtype=dtype, device=self._params[0].device)
+        table = source.view(rows, columns)
+        for gradient, part in zip(gradients, table.split(self._sizes, dim=1), strict=True):
+            if gradient.local is not None:
+                _pack(gradient.local, part, gradient.param.layout)
+            else:
+                part.fill_(0.0 if gradient.is_present else -0.0)
+        _mark_present(table, self._sizes, self._present)
+        if self._route.scaling.pre != 1:
+            source.div_(self._route.scaling.pre)
+        return source
+
+    def _steps(self) -> Iterator[Ticket]:
+        """The tickets of the collectives, each issued when the one before is done (CPU) or ordered after it."""
+        route, lanes = self._route, self._route.lanes
+        lane, ticket, reduced = self._reduce_scatter()
+        yield ticket
+        with lane.on():
+            for part, partial in zip(reduced.split(self._sizes), self._partials, strict=True):
+                if partial is not None:
+                    part.add_(partial)
+            if not route.all_reduce:
+                self._keep_partial(reduced)
+                return
+        if route.replicate_group is not None and route.replicate_group.size() > 1:
+            with lane.on():
+                lanes.all_reduce.catch_up()
+            lane, group = lanes.all_reduce, route.replicate_group
+            yield lane.run(lambda async_op: dist.all_reduce(reduced, OPS[route.scaling.op], group, async_op))
+        if route.hook is not None:
+            with lane.on():
+                route.hook_lane.catch_up()
+            lane = route.hook_lane
+            with lane.on():
+                route.hook(reduced)
+        with lane.on():
+            self._hand_out(reduced)
+        if lanes.in_streams:
+            yield lane.mark()
+
+    def _reduce_scatter(self) -> tuple[Lane, Ticket, torch.Tensor]:
+        """Start it; the lane, its ticket and the output, 1-D: this rank's part of the gradients."""
+        route, source, lane = self._route, self._source, self._route.lanes.reduce_scatter
+        assert source is not None
+        lane.catch_up()
+        group = route.shard_group
+        if group is None or self._world_size == 1:
+            with lane.on():
+                return lane, lane.mark(), source.clone() if route.lanes.in_streams else source
+        with lane.on():
+            size = (source.numel() // self._world_size,)
+            reduced = route.comm.allocate(size, dtype=source.dtype, device=source.device)
+        op = OPS[route.scaling.op]
+        return lane, lane.run(lambda async_op: route.comm(reduced, source, group, op, async_op)), reduced
+
+    def _with_gradient(self, reduced: torch.Tensor) -> Iterator[tuple[FSDPParam, torch.Tensor]]:
+        """The parameters that some rank had a gradient of, each with its part of ``reduced``."""
+        for param, part, present in zip(self._params, reduced.split(self._sizes), self._present, strict=True):
+            if present or not _is_absent(part):
+                yield param, part
+
+    def _keep_partial(self, reduced: torch.Tensor) -> None:
+        for param, part in self._with_gradient(reduced):
+            param.add_partial_grad(part)
+
+    def _hand_out(self, reduced: torch.Tensor) -> None:
         if self._route.scaling.post != 1:
-            self._output.div_(self._route.scaling.post)
-        for param, reduced in zip(self.params, self._output.split(self._sizes), strict=True):
-            param.accumulate_sharded_grad(reduced)
-        return True
+            reduced.div_(self._route.scaling.post)
+        for param, part in self._with_gradient(reduced):
+            param.accumulate_sharded_grad(part)
 
 
-def _pack(grad: torch.Tensor | None, column: torch.Tensor) -> None:
-    """Copy ``grad`` row by row into ``column`` of shape (world, padded shard numel): cast and pad in one copy."""
-    if grad is None:
-        column.zero_()
+def _mark_present(table: torch.Tensor, sizes: list[int], present: list[bool]) -> None:
+    """Add 0.0 to the first column of each gradient that is present, which only turns -0.0 into 0.0."""
+    starts = [0, *itertools.accumulate(sizes)]
+    columns = [start for start, size, here in zip(starts, sizes, present, strict=False) if size and here]
+    if columns:
+        index = torch.tensor(columns, device=table.device)
+        table.index_add_(1, index, table.new_zeros(table.size(0), len(columns)))
+
+
+def _is_absent(part: torch.Tensor) -> bool:
+    return bool((torch.signbit(part) & (part == 0)).all())
+
+
+def _pack(grad: torch.Tensor, part: torch.Tensor, layout: ShardedLayout) -> None:
+    """Copy ``grad`` into ``part`` of shape (world, padded shard numel), a row a shard: cast and pad in one copy."""
+    if layout.shard_dim:
+        shards = grad.unflatten(layout.shard_dim, (layout.world_size, -1)).movedim(layout.shard_dim, 0)
+        part.unflatten(1, layout.padded_sharded_size).copy_(shards)
         return
-    flat, width = grad.reshape(-1), column.size(1)
+    flat, width = grad.reshape(-1), part.size(1)
     full_rows, rest = divmod(flat.numel(), width) if width else (0, 0)
-    column[:full_rows].copy_(flat[: full_rows * width].view(full_rows, width))
-    if full_rows < column.size(0):
-        column[full_rows:].zero_()
+    part[:full_rows].copy_(flat[: full_rows * width].view(full_rows, width))
+    if full_rows < part.size(0):
+        part[full_rows:].zero_()
         if rest:
-            column[full_rows, :rest].copy_(flat[full_rows * width :])
+            part[full_rows, :rest].copy_(flat[full_rows * width :])

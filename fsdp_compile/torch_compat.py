@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,28 +13,81 @@ import torch.nn as nn
 from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass  # a pass whose results may be cached
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn  # the same for a partitioner
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec  # how a DTensor is distributed
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx import GraphModule, Node
+
+StridedShard = _StridedShard  # a shard of what mesh dimensions to the right have sharded already
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def dtensor_from_local(
-    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], size: torch.Size
-) -> DTensor:
-    """``DTensor.from_local`` without autograd and without its per-call checks, which cost more than a small kernel."""
+def contiguous_stride(size: torch.Size) -> tuple[int, ...]:
+    """Strides of a contiguous tensor; no public function computes them."""
     from torch._prims_common import make_contiguous_strides_for
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    meta = TensorMeta(size, make_contiguous_strides_for(size), local.dtype)
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return make_contiguous_strides_for(size)
+
+
+def contiguous_spec(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], size: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
+    """How a contiguous tensor of ``size`` is distributed; ``DTensor.from_local`` checks and makes it at each call."""
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(size, contiguous_stride(size), dtype))
+
+
+def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """``spec`` for a tensor of another dtype."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    return replace(spec, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
+
+
+def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """``DTensor.from_local`` without autograd and without its per-call checks, which cost more than a small kernel."""
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """Mesh, placements and global size of a DTensor in one object."""
+    return tensor._spec
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor itself, without the autograd-aware view that ``to_local`` makes; of no DTensor, ``tensor``."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def wait_if_async(tensor: torch.Tensor) -> torch.Tensor:
+    """Tensor parallelism hands on results of collectives under way, which wait when they are used."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+    """Inside, in-place writes do not make autograd refuse what it saved of ``tensors``."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def set_local_tensor(param: DTensor, local: torch.Tensor) -> None:
     """Point a DTensor at other local data; there is no public way that keeps the parameter object."""
     param._local_tensor = local
+
+
+def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` wraps other tensors, so that its data cannot be replaced by assignment to ``.data``."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def swap_contents(param: torch.Tensor, other: torch.Tensor) -> None:
+    """Make ``param``, which others hold, the tensor that ``other`` is."""
+    kind = nn.Parameter(other, requires_grad=param.requires_grad) if isinstance(param, nn.Parameter) else other
+    torch.utils.swap_tensors(param, kind)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -53,6 +107,11 @@ def resize_storage(tensor: torch.Tensor, nbytes: int) -> None:
         storage.resize_(nbytes)
 
 
+def has_gradient_hooks(param: torch.Tensor) -> bool:
+    """Whether the two functions below would run anything."""
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
 def run_tensor_hooks(param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
     """Run ``param.register_hook`` hooks as autograd would; they are only listed in a private attribute."""
     for hook in (param._backward_hooks or {}).values():  # type: ignore[attr-defined]
@@ -65,6 +124,19 @@ def run_post_accumulate_hooks(param: nn.Parameter) -> None:
     """Run ``param.register_post_accumulate_grad_hook`` hooks; they are only listed in a private attribute."""
     for hook in (param._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
         hook(param)
+
+
+# -- meshes -----------------------------------------------------------------------------------------------------------
+
+
+def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
+    """One mesh with the dimensions of all, which are slices of one; public slicing gives slices in mesh order only."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """All dimensions of ``mesh`` as one; collective. Not public yet."""
+    return mesh._flatten(name)
 
 
 # -- autograd engine --------------------------------------------------------------------------------------------------
@@ -88,6 +160,35 @@ def all_gather_coalesced(
 ) -> dist.Work:
     """Gather each input into its own output in one work; the public coalescing manager hides the work handle."""
     return group.allgather_into_tensor_coalesced(outputs, inputs)
+
+
+def allocate_from_process_group(
+    group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
+    """Memory that the group's transport prefers, 1-D; ``None`` if it has no allocator. There is no public way."""
+    backend = group._get_backend(device)
+    return backend.allocate_tensor(numel, dtype=dtype, device=device) if backend.supports_tensor_alloc(device) else None
+
+
+def use_symmetric_memory(backend: str) -> None:
+    """Choose who provides symmetric memory."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    symmetric_memory.set_backend(backend)  # type: ignore[arg-type]
+
+
+def symmetric_memory_pool(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, CUDA memory is allocated from the pool of symmetric memory."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    return torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(device))
+
+
+def rendezvous(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Make ``tensor``, in symmetric memory, known to all ranks of ``group``; collective."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    symmetric_memory.rendezvous(tensor, group=group.group_name)
 
 
 # -- Dynamo -----------------------------------------------------------------------------------------------------------

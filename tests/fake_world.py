@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fsdp_compile.passes import print_skeleton
 from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import backend
 from fsdp_compile.parity import loss_of
+from fsdp_compile.passes import print_skeleton
 
 
 @contextmanager

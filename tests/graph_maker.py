@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from fsdp_compile.passes import PassContext
-from fsdp_compile.passes.graph_view import WAIT, Tag, gathers, reductions, set_tag
-from fsdp_compile.passes.torch_compat import c10d, emit
 from simulated_ranks import random_inputs, run_on_all_ranks
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
+
+from fsdp_compile.passes import PassContext
+from fsdp_compile.passes.graph_view import WAIT, Tag, gathers, reductions, set_tag
+from fsdp_compile.passes.torch_compat import c10d, emit
 
 WORLD = 2
 aten = torch.ops.aten

@@ -33,9 +33,13 @@ def one_batch(model: nn.Module, step: int, data: Data) -> list[torch.Tensor]:
 def api_of(library: Any) -> Callable[..., Any]:
     """``fully_shard`` of ``library``, which takes policies as dicts and makes them of the library's own classes."""
 
-    def fully_shard(module: Any, mp_policy: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    def fully_shard(
+        module: Any, mp_policy: dict[str, Any] | None = None, dp_mesh_dims: dict[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
         if mp_policy is not None:
             kwargs["mp_policy"] = library.MixedPrecisionPolicy(**mp_policy)
+        if dp_mesh_dims is not None:
+            kwargs["dp_mesh_dims"] = library.DataParallelMeshDims(**dp_mesh_dims)
         return library.fully_shard(module, **kwargs)
 
     return fully_shard

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from fsdp_compile.passes.graph_view import GATHERS, WAIT
-from fsdp_compile.passes.torch_compat import RESIZE, c10d
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
+
+from fsdp_compile.passes.graph_view import GATHERS, WAIT
+from fsdp_compile.passes.torch_compat import RESIZE, c10d
 
 Ranks = list[Any]  # one value for each rank
 

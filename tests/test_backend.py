@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn as nn
 from fake_world import Stages, fake_world, graphs_of, run_step
-from fsdp_compile.passes.graph_view import WAIT, frees, gathers, reductions
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch_config
@@ -24,6 +23,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.fx import Graph, GraphModule
 
 from fsdp_compile import backend, fully_shard, torch_compat
+from fsdp_compile.passes.graph_view import WAIT, frees, gathers, reductions
 
 
 @pytest.fixture(autouse=True)

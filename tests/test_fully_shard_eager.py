@@ -64,7 +64,7 @@ def _unused_gather():
     for state in model._fsdp_state.context.states:
         for param in (param for group in state.groups for param in group.params):
             assert param.sharded_state is ShardedState.SHARDED
-            assert param._all_gather_output.untyped_storage().nbytes() == 0, param
+            assert param.unsharded_nbytes == 0, param
 
 
 def test_accumulation_without_sync(ranks2):

@@ -88,12 +88,11 @@ def test_non_contiguous_parameter() -> None:
     assert_refused_unchanged(model, ValueError, r"contiguous.*inner\.bad.*\(6, 4\)")
 
 
-def test_dtensor_parameter() -> None:
+def test_dtensor_parameter_on_the_data_parallel_mesh() -> None:
     mesh = init_device_mesh("cpu", (4,))
-    model = Branches(nn.Parameter(distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)])))
-    assert_refused_unchanged(model, NotImplementedError, r"inner\.bad is a DTensor")
-    replicated = Branches(nn.Parameter(distribute_tensor(torch.randn(8, 4), mesh, [Replicate()])))
-    assert_refused_unchanged(replicated, NotImplementedError, r"inner\.bad is a DTensor")
+    for placement in (Shard(0), Replicate()):  # on the mesh of data parallelism, where it cannot be sharded once more
+        model = Branches(nn.Parameter(distribute_tensor(torch.randn(8, 4), mesh, [placement])))
+        assert_refused_unchanged(model, ValueError, r"inner\.bad is a DTensor .* does not fit together")
 
 
 @pytest.mark.parametrize("container", [nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})])
@@ -138,11 +137,6 @@ def test_bad_reshard_after_forward() -> None:
         model = Branches(nn.Parameter(torch.ones(4)))
         assert_refused_unchanged(model, ValueError, match, reshard_after_forward=value)
 
-
-@pytest.mark.parametrize("name", ["shard_placement_fn", "dp_mesh_dims"])
-def test_arguments_without_implementation(name: str) -> None:
-    model = Branches(nn.Parameter(torch.ones(4)))
-    assert_refused_unchanged(model, NotImplementedError, name, **{name: lambda param: None})
 
 
 

@@ -91,8 +91,7 @@ def _storages(backend):
         for state in model._fsdp_state.context.states:
             for group in state.groups:
                 for param in group.params:
-                    if param._all_gather_output is not None:
-                        assert param._all_gather_output.untyped_storage().nbytes() == 0, param
+                    assert param.unsharded_nbytes == 0, param
         live.append(live_bytes())
         model.zero_grad()
     shards = sum(p.to_local().untyped_storage().nbytes() for p in model.parameters())

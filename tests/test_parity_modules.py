@@ -226,5 +226,4 @@ def _all_agree(kind):
     for model in (eager, traced):
         for state in model._fsdp_state.context.states:
             for param in (param for group in state.groups for param in group.params):
-                output = param._all_gather_output
-                assert output is None or output.untyped_storage().nbytes() == 0, param
+                assert param.unsharded_nbytes == 0, param

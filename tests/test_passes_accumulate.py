@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fsdp_compile.passes import accumulate
 from graph_maker import GraphMaker, launches, run_pass
 from simulated_ranks import same_bits
 from torch.fx import Graph, Node
+
+from fsdp_compile.passes import accumulate
 
 aten = torch.ops.aten
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from fake_world import copy_graph, fake_world, text_of
-from fsdp_compile.passes import PassContext, bucket
-from fsdp_compile.passes.graph_view import GATHERS, REDUCTIONS, WAIT, Tag, gathers, reductions, set_tag
-from fsdp_compile.passes.torch_compat import c10d
 from simulated_ranks import random_inputs, run_on_all_ranks, same_bits
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from fsdp_compile.passes import PassContext, bucket
+from fsdp_compile.passes.graph_view import GATHERS, REDUCTIONS, WAIT, Tag, gathers, reductions, set_tag
+from fsdp_compile.passes.torch_compat import c10d
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
 

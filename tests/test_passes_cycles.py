@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fsdp_compile.passes import bucket
 from graph_maker import GraphMaker, launches, run_pass
 from simulated_ranks import same_bits
 from torch.fx import Node
+
+from fsdp_compile.passes import bucket
 
 
 def bucketed(make: GraphMaker, *outputs: Node) -> list[str]:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 from fake_world import fake_world, graphs_of, text_of
-from fsdp_compile.passes import tag_digest
 
 from fsdp_compile.models import SIZES, Llama, shard_llama
+from fsdp_compile.passes import tag_digest
 
 
 def print_graphs() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import fsdp_compile.passes as passes
 import pytest
+
+import fsdp_compile.passes as passes
 
 SOURCES = sorted(Path(passes.__file__).parent.glob("*.py"))
 

@@ -13,6 +13,11 @@ from typing import Any
 import pytest
 import torch
 from fake_world import Stages, copy_graph, fake_world, graphs_of, text_of
+from hypothesis import HealthCheck, Phase, given, note, settings
+from random_models import Tree, trees
+from simulated_ranks import flat, random_inputs, run_on_all_ranks, same_bits
+from torch.fx import Graph, Node
+
 from fsdp_compile.passes import PassContext, accumulate, bucket, print_skeleton, regather, tag_digest
 from fsdp_compile.passes.graph_view import (
     GATHERS,
@@ -26,10 +31,6 @@ from fsdp_compile.passes.graph_view import (
     tag_of,
 )
 from fsdp_compile.passes.torch_compat import RESIZE, c10d
-from hypothesis import HealthCheck, Phase, given, note, settings
-from random_models import Tree, trees
-from simulated_ranks import flat, random_inputs, run_on_all_ranks, same_bits
-from torch.fx import Graph, Node
 
 
 def on_random_trees(examples: int) -> Callable[[Callable[[Tree], None]], Callable[[], None]]:

@@ -1,52 +1,15 @@
-"""What a transition emits: in eager a gather under way; traced, graph nodes for the gather and for its reduction."""
+"""What unsharding emits into a graph: the all-gather of one parameter, with the reduction as its backward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-from . import torch_compat
-from .mesh_info import FSDPMeshInfo
 from .tracing import read_recipe, tagged
 
-if TYPE_CHECKING:
-    from .fsdp_param import FSDPParam
-
 c10d = torch.ops._c10d_functional
-
-
-# -- eager ------------------------------------------------------------------------------------------------------------
-
-
-class Gather(NamedTuple):
-    """An all-gather under way. ``inputs`` are kept alive until it is done."""
-
-    inputs: list[torch.Tensor]
-    work: dist.Work | None
-
-    def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-
-
-def launch_all_gather(params: Sequence[FSDPParam], mesh_info: FSDPMeshInfo) -> Gather:
-    """Start one all-gather for all ``params``, straight into each one's all-gather output: no copy in, no copy out."""
-    inputs = [param.all_gather_input() for param in params]
-    # `.data` has a version counter of its own: what autograd saved of the output before it was freed stays valid.
-    outputs = [param.alloc_all_gather_output().data for param in params]
-    if mesh_info.shard_mesh_size == 1:
-        for output, source in zip(outputs, inputs, strict=True):
-            output.view(-1).copy_(source.view(-1))
-        return Gather(inputs, None)
-    flat_outputs, flat_inputs = [t.view(-1) for t in outputs], [t.view(-1) for t in inputs]
-    return Gather(inputs, torch_compat.all_gather_coalesced(mesh_info.shard_process_group, flat_outputs, flat_inputs))
-
-
-# -- traced -----------------------------------------------------------------------------------------------------------
 
 
 class UnshardFunction(torch.autograd.Function):

@@ -1,0 +1,107 @@
+"""The eager all-gather of a group's parameters, straight into place or by way of one flat buffer.
+
+    straight:  shards ─ one collective of many tensors ─> each parameter's own output
+    flat:      shards ─ copy in ─> buffer ─ one collective ─> buffer ─ copy out ─> each parameter's own output
+
+Straight saves both copies and the buffer. Flat is for streams, where memory that the compute stream frees may not be
+written by another stream yet, and for communications that users bring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from . import torch_compat
+from .communication import AllGather, DefaultAllGather
+from .mesh_info import FSDPMeshInfo
+from .streams import Lanes, Ticket
+
+if TYPE_CHECKING:
+    from .fsdp_param import FSDPParam
+
+_WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int32, torch.int64)
+
+
+class Gather(Protocol):
+    """An all-gather under way."""
+
+    def wait(self) -> None:
+        """Afterwards all outputs of the parameters hold data."""
+
+
+def launch_all_gather(
+    params: Sequence[FSDPParam], mesh_info: FSDPMeshInfo, lanes: Lanes, comm: AllGather | None
+) -> Gather:
+    """Start one all-gather for all ``params`` over the shard ranks of ``mesh_info``; ``comm``: of the user's."""
+    if mesh_info.shard_mesh_size > 1 and (comm is not None or lanes.in_streams):
+        return _FlatGather(params, mesh_info, lanes, comm or DefaultAllGather())
+    return _StraightGather(params, mesh_info)
+
+
+class _StraightGather:
+    def __init__(self, params: Sequence[FSDPParam], mesh_info: FSDPMeshInfo) -> None:
+        sources, targets = [], []
+        for param in params:
+            inputs = param.all_gather_inputs()
+            sources += [_for_wire(tensor) for tensor in inputs]
+            targets += [_for_wire(tensor) for tensor in param.all_gather_outputs(inputs)]
+        self._sources = sources  # kept alive until it is done
+        self._ticket = Ticket()
+        if mesh_info.shard_mesh_size > 1:
+            group = mesh_info.shard_process_group
+            assert group is not None
+            self._ticket = Ticket(torch_compat.all_gather_coalesced(group, targets, sources))
+            return
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+    def wait(self) -> None:
+        self._ticket.wait()
+
+
+class _FlatGather:
+    @torch.no_grad()
+    def __init__(self, params: Sequence[FSDPParam], mesh_info: FSDPMeshInfo, lanes: Lanes, comm: AllGather) -> None:
+        group = mesh_info.shard_process_group
+        assert group is not None
+        self._lanes, self._world_size = lanes, mesh_info.shard_mesh_size
+        with lanes.copy_in.on():
+            self._inputs = [(param, param.all_gather_inputs()) for param in params]
+            sources = [tensor for _, inputs in self._inputs for tensor in inputs]
+            self._dtype = _common_dtype(sources)
+            sources = [tensor.view(-1).view(self._dtype) for tensor in sources]
+            self._sizes = [tensor.numel() for tensor in sources]
+            total = sum(self._sizes)
+            self._buffer = comm.allocate((total * self._world_size,), dtype=self._dtype, device=params[0].device)
+            mine = self._buffer.narrow(0, total * mesh_info.shard_mesh_rank, total)
+            torch._foreach_copy_(mine.split(self._sizes), sources)
+        with lanes.copy_in.on():
+            lanes.all_gather.catch_up()
+        self._ticket = lanes.all_gather.run(lambda async_op: comm(self._buffer, mine, group, async_op))
+        lanes.release_retired()
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        self._ticket.wait()
+        targets = [
+            output.view(self._world_size, -1).view(self._dtype)
+            for param, inputs in self._inputs
+            for output in param.all_gather_outputs(inputs)
+        ]
+        torch._foreach_copy_(targets, self._buffer.view(self._world_size, -1).split(self._sizes, dim=1))
+        self._lanes.retire(self._buffer)
+        del self._buffer, self._inputs
+
+
+def _for_wire(tensor: torch.Tensor) -> torch.Tensor:
+    """1-D, and as bytes if transports might not know the dtype; a gather does not compute."""
+    flat = tensor.view(-1)
+    return flat if flat.dtype in _WIRE_DTYPES else flat.view(torch.uint8)
+
+
+def _common_dtype(tensors: list[torch.Tensor]) -> torch.dtype:
+    dtypes = {tensor.dtype for tensor in tensors}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= set(_WIRE_DTYPES) else torch.uint8
