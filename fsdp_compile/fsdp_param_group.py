@@ -218,7 +218,7 @@ class FSDPParamGroup:
             lanes=lanes,
             hook=self.all_reduce_hook,
             hook_lane=lanes.all_reduce if stream is None else Lane(stream),
-            all_reduce=self.all_reduce_grads,
+            all_reduce=self.all_reduce_grads or self.mesh_info.replicate_mesh_dim is None,
         )
 
     def drop_iteration(self) -> None:
@@ -238,7 +238,7 @@ class FSDPParamGroup:
 
     @property
     def is_traceable(self) -> bool:
-        """Whether all settings have a traced form."""
+        """Whether all settings have a traced form, and no gradient that was set aside waits to be reduced."""
         only_shards = self.mesh_info.replicate_mesh_dim is None and self.post_forward_mesh_info is None
         usual = self.all_reduce_hook is None and not self.has_custom_communication and self.reduce_grads
         return only_shards and usual and all(param.is_traceable for param in self.params)

@@ -142,14 +142,18 @@ class FSDPState:
     @torch.compiler.disable(reason=UNTRACED)
     def _post_forward_eager(self, module: nn.Module, output: Any) -> None:
         if self.training_state is not TrainingState.PRE_BACKWARD and self._leave_forward(module):
-            if not torch_compat.in_backward():
-                self._reshard_after_forward()
-                if torch.is_grad_enabled():
-                    self.context.forward_order.append(self)
-            self._watch_outputs(output)
-            self.training_state = TrainingState.IDLE
+            self._complete_forward(output)
             if self.context.root is self:
-                self._end_root_forward()
+                self._end_root_forward(output)
+
+    def _complete_forward(self, output: Any) -> None:
+        if not torch_compat.in_backward():
+            self._reshard_after_forward()
+            if torch.is_grad_enabled():
+                self.context.forward_order.append(self)
+        self._watch_outputs(output)
+        self._not_run = []
+        self.training_state = TrainingState.IDLE
 
     def _enter_forward(self) -> bool:
         """Whether this call begins a pass through the modules of this state."""
@@ -167,8 +171,11 @@ class FSDPState:
         context.post_optim_event = None
         context.expected_calls, context.calls = context.calls, []
 
-    def _end_root_forward(self) -> None:
+    def _end_root_forward(self, output: Any) -> None:
         context = self.context
+        for state in reversed(context.states):
+            if state._not_run and state is not self:  # some of its modules ran, but not all
+                state._complete_forward(output)
         context.lanes.release_retired()
         if context.calls != context.expected_calls:  # something else than before has run: what was expected has not
             for state in context.states:

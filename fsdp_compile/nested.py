@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ Fn = Callable[[torch.Tensor], torch.Tensor]
 
 
 def map_tensors(fn: Fn, value: Any) -> Any:
-    """Replace every tensor in nested tuples, lists, dicts and dataclasses by ``fn(tensor)``.
+    """Replace every tensor in nested tuples, lists, sets, dicts and dataclasses by ``fn(tensor)``.
 
     A tensor that occurs twice is replaced by one result, since forwards ask ``key is value``. A container is copied
     only if something in it changed, so that objects which hold no such tensor keep their identity. Anything else is
@@ -37,6 +39,10 @@ def _map(fn: Fn, value: Any) -> tuple[Any, bool]:
         return new, new is not value
     if isinstance(value, dict):
         return _map_dict(fn, value)
+    if isinstance(value, (set, frozenset)):
+        members = [_map(fn, item) for item in value]
+        changed = any(changed for _, changed in members)
+        return (type(value)(member for member, _ in members), True) if changed else (value, False)
     if isinstance(value, (list, tuple)):
         items = [_map(fn, item) for item in value]
         if not any(changed for _, changed in items):
@@ -57,7 +63,11 @@ def _map_dict(fn: Fn, value: dict[Any, Any]) -> tuple[Any, bool]:
         return new_items, True
     if dataclasses.is_dataclass(value):  # such as the output classes of Hugging Face: dict and dataclass at once
         return type(value)(**new_items), True
-    return type(value)(new_items), True
+    if type(value) is OrderedDict:
+        return OrderedDict(new_items), True
+    copied = copy.copy(value)  # its constructor may take something else, as that of defaultdict
+    copied.update(new_items)
+    return copied, True
 
 
 def _map_dataclass(fn: Fn, value: Any) -> tuple[Any, bool]:

@@ -93,10 +93,7 @@ class LateBlock(Block):
 LateNet.block = LateBlock
 
 
-LOST = pytest.mark.xfail(strict=True, reason="a traced step does not reduce what was accumulated without sync before")
-
-
-@pytest.mark.parametrize("backend", [None, pytest.param("fsdp_eager", marks=LOST)])
+@pytest.mark.parametrize("backend", [None, "fsdp_eager"])
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 def test_first_gradient_in_the_last_micro_batch(ranks2, param_dtype, backend):
     ranks2.run(_late, param_dtype, backend)
@@ -268,7 +265,6 @@ def _group(order, backend):
     assert_all_sharded(model)
 
 
-@pytest.mark.xfail(strict=True, reason="a group of which not all members ran last stays unsharded after the forward")
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("order", [(0, 0, 1, 2), (0, 2)])
 def test_a_forward_leaves_no_member_unsharded(ranks2, order, grad):

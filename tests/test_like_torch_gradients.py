@@ -130,12 +130,10 @@ def _over_replicas(way, mp_policy):
         assert_close(history, one_process(iterate=iterate))
 
 
-@pytest.mark.xfail(strict=True, reason="set_requires_gradient_sync leaves the all-reduce as it was")
 def test_gradient_sync_means_all_reduce(ranks4):
     ranks4.run(_over_replicas, sync_means_all_reduce, None)
 
 
-@pytest.mark.xfail(strict=True, reason="without replicas, set_requires_all_reduce(False) withholds the gradients")
 def test_all_reduce_without_replicas(ranks2):
     ranks2.run(_without_replicas)
 

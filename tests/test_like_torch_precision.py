@@ -209,12 +209,8 @@ def root_only(model, fully_shard, mp_policy):
 
 
 def without(containers):
-    """The names of containers, marked where this library fails."""
-    marks = {
-        "set": pytest.mark.xfail(strict=True, reason="tensors in a set are not cast"),
-        "default dict": pytest.mark.xfail(strict=True, reason="a dict with a constructor of its own is made anew"),
-    }
-    return [pytest.param(name, marks=marks.get(name, ())) for name in CONTAINERS if name not in containers]
+    """The names of containers, but those."""
+    return [name for name in CONTAINERS if name not in containers]
 
 
 @pytest.mark.parametrize("name", without({"default dict"}))  # torch takes no gradient there
