@@ -43,11 +43,14 @@ def launch_all_gather(
 
 class _StraightGather:
     def __init__(self, params: Sequence[FSDPParam], mesh_info: FSDPMeshInfo) -> None:
-        sources, targets = [], []
+        sources: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
         for param in params:
             inputs = param.all_gather_inputs()
-            sources += [_for_wire(tensor) for tensor in inputs]
-            targets += [_for_wire(tensor) for tensor in param.all_gather_outputs(inputs)]
+            sources += inputs
+            targets += param.all_gather_outputs(inputs)
+        dtype = _common_dtype(sources)
+        sources, targets = ([tensor.view(-1).view(dtype) for tensor in tensors] for tensors in (sources, targets))
         self._sources = sources  # kept alive until it is done
         self._ticket = Ticket()
         if mesh_info.shard_mesh_size > 1:
@@ -96,12 +99,8 @@ class _FlatGather:
         del self._buffer, self._inputs
 
 
-def _for_wire(tensor: torch.Tensor) -> torch.Tensor:
-    """1-D, and as bytes if transports might not know the dtype; a gather does not compute."""
-    flat = tensor.view(-1)
-    return flat if flat.dtype in _WIRE_DTYPES else flat.view(torch.uint8)
-
-
 def _common_dtype(tensors: list[torch.Tensor]) -> torch.dtype:
+    """In which they can be sent together: as bytes if they differ, which gloo mixes up without an error, or if
+    transports might not know their dtype. A gather does not compute."""
     dtypes = {tensor.dtype for tensor in tensors}
     return dtypes.pop() if len(dtypes) == 1 and dtypes <= set(_WIRE_DTYPES) else torch.uint8

@@ -205,7 +205,7 @@ class FSDPParam:
         self.sharded_param = registered
         self.register(registered)  # assignment by name gives each owner of a shared parameter one of its own
         local = torch_compat.local_tensor(registered.detach())
-        if local.is_meta or self._shares_storage(local):
+        if self._shares_storage(local):
             return
         data = local
         if local.size() != self.layout.padded_sharded_size or not local.is_contiguous():
@@ -219,6 +219,8 @@ class FSDPParam:
 
     def _shares_storage(self, local: torch.Tensor) -> bool:
         mine, theirs = self.padded_sharded_tensor, local
+        if mine.is_meta and theirs.is_meta:
+            return True
         same_kind = type(mine) is type(theirs) and mine.device == theirs.device and mine.dtype == theirs.dtype
         if not same_kind or type(mine) is not torch.Tensor:
             return False
@@ -363,7 +365,7 @@ class FSDPParam:
         accumulation, then the post-accumulate hooks.
         """
         local = self.layout.without_padding(reduced.view(self.layout.padded_sharded_size))
-        existing = self.sharded_param.grad
+        existing = self._existing_local_grad
         if existing is not None and existing.device != self.shard_device:
             raise RuntimeError(
                 f"The gradient of parameter {self.name} was left on {existing.device}; it belongs with its shard, on "
@@ -374,8 +376,13 @@ class FSDPParam:
         if existing is None:
             self.sharded_param.grad = grad
         else:  # on local tensors, as an operation on DTensors takes much longer
-            torch_compat.local_tensor(existing).add_(torch_compat.local_tensor(grad))
+            existing.add_(torch_compat.local_tensor(grad))
         torch_compat.run_post_accumulate_hooks(self.sharded_param)
+
+    @property
+    def _existing_local_grad(self) -> torch.Tensor | None:
+        grad = self.sharded_param.grad
+        return None if grad is None else torch_compat.local_tensor(grad)
 
     @property
     def _may_copy_late(self) -> bool:

@@ -186,7 +186,7 @@ class ExtensionUnsharding(Unsharding):
         )
         param, metadata = self._param, self._metadata
         post, self._metadata = param.sharded_local_tensor.fsdp_post_all_gather, None
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():  # in this order: leaving inference mode enables gradients
             if hasattr(self, "tensor"):
                 out = param.unsharded_param
                 with torch_compat.preserved_versions([out, *(tensor for tensor, _ in self._owned)]):

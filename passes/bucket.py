@@ -33,7 +33,8 @@ aten = torch.ops.aten
 def bucket(graph: Graph, context: PassContext) -> Report:
     """Merge the collectives of each group: one gather and one reduction for each time its module runs.
 
-    Only collectives on one process group are merged, and reductions only if of one kind and dtype. A module that runs
+    Only collectives on one process group and of one dtype are merged, and reductions only if of one kind; some
+    transports (gloo) mix up a coalesced gather of several dtypes without an error. A module that runs
     k times has k gathers of each parameter; the i-th of each make up bucket i. A bucket of gathers takes the place of
     its first member, a bucket of reductions that of its last. Members of which one is computed from another stay
     apart.
@@ -62,7 +63,7 @@ def bucket(graph: Graph, context: PassContext) -> Report:
 
 
 def _gather_key(gather: Collective) -> tuple[Hashable, ...]:
-    return gather.tag.group, gather.process_group, gather.world_size
+    return gather.tag.group, gather.process_group, gather.world_size, *gather.dtypes
 
 
 def _reduction_key(reduction: Collective) -> tuple[Hashable, ...]:

@@ -64,7 +64,7 @@ A, B = torch.ones(4, 3), torch.ones(2, 5)
 
 def test_merges_gathers_at_the_first() -> None:
     """The cast of the second moves up with it, the compute between does not."""
-    graph = trace(lambda a, b: (gather(a).sum() * 2, gather(b.double())), A, B)
+    graph = trace(lambda a, b: (gather(a).sum() * 2, gather(b.half().float())), A, B)
     assert bucketed(graph) == [("p0", "p1")]
 
 
@@ -95,11 +95,12 @@ def test_groups_stay_apart() -> None:
     "function",
     [
         lambda a, b: (gather(a), gather(b, "other")),
+        lambda a, b: (gather(a), gather(b.double())),
         lambda a, b: (reduce(a), reduce(b, group="other")),
         lambda a, b: (reduce(a), reduce(b, kind="sum")),
         lambda a, b: (reduce(a), reduce(b.double())),
     ],
-    ids=["gathers on two process groups", "reductions on two process groups", "kinds", "dtypes"],
+    ids=["two groups of gathers", "two dtypes of gathers", "two groups of reductions", "two kinds", "two dtypes"],
 )
 def test_what_cannot_travel_together_stays_apart(function: Function) -> None:
     assert bucketed(trace(function, A, B)) == [("p0",), ("p1",)]
