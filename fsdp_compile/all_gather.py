@@ -43,14 +43,11 @@ def launch_all_gather(
 
 class _StraightGather:
     def __init__(self, params: Sequence[FSDPParam], mesh_info: FSDPMeshInfo) -> None:
-        sources: list[torch.Tensor] = []
-        targets: list[torch.Tensor] = []
-        for param in params:
-            inputs = param.all_gather_inputs()
-            sources += inputs
-            targets += param.all_gather_outputs(inputs)
+        inputs = [(param, param.all_gather_inputs()) for param in params]  # all before any memory is taken: may raise
+        sources = [tensor for _, tensors in inputs for tensor in tensors]
+        targets = [tensor for param, tensors in inputs for tensor in param.all_gather_outputs(tensors)]
         dtype = _common_dtype(sources)
-        sources, targets = ([tensor.view(-1).view(dtype) for tensor in tensors] for tensors in (sources, targets))
+        sources, targets = ([_as_sent(tensor, dtype) for tensor in tensors] for tensors in (sources, targets))
         self._sources = sources  # kept alive until it is done
         self._ticket = Ticket()
         if mesh_info.shard_mesh_size > 1:
@@ -75,7 +72,7 @@ class _FlatGather:
             self._inputs = [(param, param.all_gather_inputs()) for param in params]
             sources = [tensor for _, inputs in self._inputs for tensor in inputs]
             self._dtype = _common_dtype(sources)
-            sources = [tensor.view(-1).view(self._dtype) for tensor in sources]
+            sources = [_as_sent(tensor, self._dtype) for tensor in sources]
             self._sizes = [tensor.numel() for tensor in sources]
             total = sum(self._sizes)
             self._buffer = comm.allocate((total * self._world_size,), dtype=self._dtype, device=params[0].device)
@@ -97,6 +94,11 @@ class _FlatGather:
         torch._foreach_copy_(targets, self._buffer.view(self._world_size, -1).split(self._sizes, dim=1))
         self._lanes.retire(self._buffer)
         del self._buffer, self._inputs
+
+
+def _as_sent(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    flat = tensor.view(-1) if tensor.dim() != 1 else tensor
+    return flat.view(dtype) if flat.dtype != dtype else flat
 
 
 def _common_dtype(tensors: list[torch.Tensor]) -> torch.dtype:
