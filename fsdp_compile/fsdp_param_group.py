@@ -65,8 +65,9 @@ class FSDPParamGroup:
         """Name the group and its parameters as seen from the root; graph nodes will carry these names."""
         self.name = group_name
         for index, param in enumerate(self.params):
-            module, attribute = param.owners[0]
-            prefix = module_names[module]
+            # A group may span several trees, of which the root is one.
+            module, attribute = next((owner for owner in param.owners if owner[0] in module_names), param.owners[0])
+            prefix = module_names.get(module, "")
             param.name = f"{prefix}.{attribute}" if prefix else attribute
             param.set_tag({"group": self.group_id, "name": group_name, "params": [param.name], "index": [index]})
 

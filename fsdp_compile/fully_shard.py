@@ -115,7 +115,7 @@ def fully_shard(  # type: ignore[misc]
     params, buffers = _managed_tensors(modules, ignored_params or set())
     _check_ties(modules, params)
     for param, name in params.items():
-        _check_parameter(name, param, device, reshard_after_forward)
+        _check_parameter(name, param, reshard_after_forward)
     members = _by_mesh(params, shard_placement_fn, mesh_info)
     post_forward = [_post_forward_mesh_info(reshard_after_forward, group_mesh_info) for group_mesh_info, _ in members]
     _move_to_device([*params, *buffers], device)
@@ -185,9 +185,7 @@ def _refuse_tie(name: str, other: str) -> NoReturn:
     )
 
 
-def _check_parameter(
-    name: str, param: nn.Parameter, device: torch.device, reshard_after_forward: bool | int | None
-) -> None:
+def _check_parameter(name: str, param: nn.Parameter, reshard_after_forward: bool | int | None) -> None:
     is_count = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
     if isinstance(param, DTensor) and is_count:
         raise NotImplementedError(
@@ -318,4 +316,4 @@ def _adopt_descendants(state: FSDPState) -> None:
             context.states.append(below)
             below.context = context
         for group in below.groups:
-            group.set_names(names[below.modules[0]], names)
+            group.set_names(next(names[module] for module in below.modules if module in names), names)
