@@ -245,6 +245,24 @@ def _between():
         assert_same([gradients[0]], [gradients[1]])
 
 
+def test_written_while_training_goes_on(ranks2, tmp_path):
+    ranks2.run(_asynchronously, str(tmp_path))
+
+
+def _asynchronously(path):
+    model, optimizer = build()
+    train(model, optimizer, range(2))
+    expected = flat_state_of(model, optimizer)
+    group = dist.new_group(backend="gloo")  # of its own, as the writing thread communicates too
+    written = dcp.async_save(state_of(model, optimizer), checkpoint_id=path, process_group=group)
+    train(model, optimizer, range(2, 6))
+    written.result()
+    other, other_optimizer = build(seed=1)
+    state = state_of(other, other_optimizer)
+    dcp.load(state, checkpoint_id=path)
+    assert_equal_state(flat(state), expected)
+
+
 def test_wrong_state_is_refused(ranks2):
     ranks2.run(_wrong)
 

@@ -176,9 +176,17 @@ def test_constant(ranks2, way):
         assert not left, f"left to the garbage collector, for ever where that is turned off: {left}"
 
 
-def _constant(way, steps):
+@pytest.mark.parametrize("way", [forward_without_backward, evaluates])
+def test_constant_when_compiled(ranks2, way):
+    for left in ranks2.run(_constant, way, STEPS, "fsdp_eager"):
+        assert not left
+
+
+def _constant(way, steps, backend=None):
     """Returns what only the garbage collector would find; when it has run, nothing may be left."""
     model, optimizer = build()
+    if backend:
+        model.compile(backend=backend, fullgraph=True)
     for _ in range(5):
         way(model, optimizer)
     before_bytes = live_bytes()

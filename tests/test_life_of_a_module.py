@@ -1,5 +1,6 @@
 """What may happen to a sharded module between its first and its last step: the values stay those of torch's own."""
 
+import io
 import pickle
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
-from models import Block, Net, assert_same, batch, local, my_part, shard
+from models import Block, Net, assert_close_to_one_process, assert_same, batch, local, my_part, shard, train
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -136,8 +137,54 @@ def parts_are_called(model):
     yield step_of(model, sgd(model), 0)
 
 
+def all_frozen(model):
+    """Only the input is trained, then everything."""
+    model.requires_grad_(False)
+    x = my_part(batch(0)).requires_grad_()
+    model(x).square().mean().backward()
+    yield [x.grad, *gradients(model)]
+    model.requires_grad_(True)
+    yield step_of(model, sgd(model), 0)
+
+
+def autocasts(model):
+    for step in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(my_part(batch(step))).float().square().mean()
+        loss.backward()
+        yield gradients_kept(model)
+
+
+def weights_in_the_loss(model):
+    """A regularization of the shards, in the same backward and in others."""
+    penalty = sum(param.square().sum().full_tensor() for param in model.parameters())
+    (penalty + loss_of(model)).backward()
+    yield gradients(model)
+    loss_of(model).backward()
+    for param in model.parameters():
+        param.square().sum().backward()
+    yield gradients(model)
+
+
+def hooks_of_the_user(model):
+    first, second = model.blocks
+    shapes = []
+    handles = [
+        first.register_forward_pre_hook(lambda _, args: (args[0] * 3,)),
+        first.register_forward_hook(lambda _, args, output: output * 3),
+        second.register_full_backward_pre_hook(lambda _, grads: (grads[0] * 2,)),
+        second.register_full_backward_hook(lambda _, inputs, outputs: shapes.append((inputs[0].shape, len(outputs)))),
+    ]
+    yield step_of(model, sgd(model), 0)
+    assert shapes == [((4, 12), 1)]
+    for handle in handles:
+        handle.remove()
+    yield step_of(model, sgd(model), 0)
+
+
 SCENARIOS = [evaluates, forwards_without_backward, one_backward_of_three_forwards, backwards_in_order_and_not,
-             output_is_an_input, second_backward, gradient_of_chosen_inputs, parts_are_called]
+             output_is_an_input, second_backward, gradient_of_chosen_inputs, parts_are_called, all_frozen, autocasts,
+             weights_in_the_loss, hooks_of_the_user]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -199,6 +246,37 @@ def _outputs():
             (output["loss"] if part == "loss" else output["aux"][0].sum()).backward()
         assert_same([gradients(ours)], [gradients(theirs)])
     assert_shards(ours)
+
+
+class Recurrent(nn.Module):
+    """Its LSTM keeps a list of its weights beside its parameters."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(dim, dim, num_layers=2), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        return self.out(self.rnn(x.expand(3, *x.shape))[0][-1])
+
+
+class RecurrentNet(Net):
+    block = Recurrent
+
+
+REFUSED = pytest.mark.xfail(strict=True, reason="Dynamo does not trace LSTMs: it breaks inside of the transitions")
+
+
+@pytest.mark.parametrize("backend", [None, pytest.param("fsdp_eager", marks=REFUSED)])
+def test_recurrent(ranks2, backend):
+    ranks2.run(_recurrent, backend)
+
+
+def _recurrent(backend):
+    model, theirs = (build(api, RecurrentNet) for api in APIS)
+    history = train(model, torch.compile(model, backend=backend) if backend else model)
+    assert_same(history, train(theirs))
+    torch.manual_seed(0)
+    assert_close_to_one_process(model, RecurrentNet())
 
 
 # -- containers and methods -------------------------------------------------------------------------------------------
@@ -269,15 +347,15 @@ def _methods():
 
 
 @pytest.mark.parametrize("how", ["pickle.dumps", "torch.save"])
-def test_pickling_tells_to_use_a_state_dict(ranks2, tmp_path, how):
-    ranks2.run(_pickling, how, str(tmp_path / "model"))
+def test_pickling_tells_to_use_a_state_dict(ranks2, how):
+    ranks2.run(_pickling, how)
 
 
-def _pickling(how, path):
+def _pickling(how):
     model = build(fsdp_compile)
     for module in (model, model.blocks[0], nn.ModuleList([model])):
         with pytest.raises(RuntimeError, match="state dict"):
-            pickle.dumps(module) if how == "pickle.dumps" else torch.save(module, f"{path}{id(pickle)}")
+            pickle.dumps(module) if how == "pickle.dumps" else torch.save(module, io.BytesIO())
 
 
 # -- exceptions -------------------------------------------------------------------------------------------------------
@@ -305,6 +383,29 @@ class FailingNet(Net):
 @pytest.mark.parametrize("when", ["forward", "backward", "recomputation"])
 def test_goes_on_after_an_exception(ranks2, when):
     ranks2.run(_exceptions, when)
+
+
+@pytest.mark.parametrize("when", ["forward", "loss", "backward"])
+def test_goes_on_after_an_exception_compiled(ranks2, when):
+    ranks2.run(_exceptions_compiled, when)
+
+
+def _exceptions_compiled(when):
+    unbroken, model = build(fsdp_compile, FailingNet), build(fsdp_compile, FailingNet)
+    forward = torch.compile(model, backend="fsdp_eager")
+    for _ in range(2):
+        model.blocks[1].when = when if when == "forward" else ""
+        with pytest.raises(KeyError):
+            output = forward(my_part(batch(9)))
+            if when == "loss":
+                raise KeyError
+            output.register_hook(model.blocks[1]._fail)
+            output.sum().backward()
+        model.blocks[1].when = ""
+        model.reset_iter_state()
+        model.zero_grad()
+        assert_same(train(model, forward), train(unbroken))
+        assert_shards(model)
 
 
 def _exceptions(when):

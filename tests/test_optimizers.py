@@ -169,6 +169,32 @@ def _not_finite():
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
+def test_scaled_loss(ranks2):
+    ranks2.run(_scaled)
+
+
+def _scaled():
+    """What overflows on one rank only is skipped by all, and the scale falls everywhere."""
+    histories = []
+    for api in APIS:
+        model = build(api)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        history = []
+        for step in range(3):
+            scaler.scale(loss_of(model, step)).backward()
+            if step == 1 and dist.get_rank() == 0:
+                local(model.head.bias.grad)[0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            history.append([torch.tensor(scaler.get_scale()), *weights(model)])
+        assert [scale.item() for scale, *_ in history] == [8, 4, 4]
+        assert_same([history[0][1:]], [history[1][1:]])
+        histories.append(history)
+    assert_same(*histories)
+
+
 # -- which parameters, and when ---------------------------------------------------------------------------------------
 
 
@@ -249,14 +275,16 @@ def _groups():
     assert_same(*histories)
 
 
+@pytest.mark.parametrize("backend", [None, "fsdp_eager"])
 @pytest.mark.parametrize("choices", [{}, {"reshard_after_forward": False}])
-def test_steps_in_backward(ranks2, choices):
-    ranks2.run(_in_backward, choices)
+def test_steps_in_backward(ranks2, choices, backend):
+    ranks2.run(_in_backward, choices, backend)
 
 
-def _in_backward(choices):
+def _in_backward(choices, backend):
     """One optimizer a parameter, which steps as soon as its gradient is there: like one step after the backward."""
     expected, model = build(**choices), build(**choices)
+    forward = torch.compile(model, backend=backend, fullgraph=True) if backend else model
     history = list(train_and_keep_weights(expected))
     optimizers = {param: torch.optim.AdamW([param], lr=0.1) for param in model.parameters()}
 
@@ -268,7 +296,7 @@ def _in_backward(choices):
         param.register_post_accumulate_grad_hook(step)
     mine = []
     for index in range(3):
-        loss_of(model, index).backward()
+        loss_of(forward, index).backward()
         mine.append(weights(model))
     assert_same(mine, history)
     assert all(param.grad is None for param in model.parameters())
