@@ -61,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--memory-rounds", type=positive, default=2, help="the same for memory (default: %(default)s)")
     parser.add_argument("--modules", type=positive, default=200, help="of the hooks' model (default: %(default)s)")
     parser.add_argument("--mixed-precision", action="store_true", help="step, memory: bf16 compute, float32 reduction")
-    parser.add_argument("--batch", type=positive, default=2, help="link: sequences a rank (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=4, help="link: sequences a rank (default: %(default)s)")
     parser.add_argument("--seq", type=positive, default=256, help="link: tokens a sequence (default: %(default)s)")
     parser.add_argument("--rate", type=float, metavar="MBIT", help="link: default is what takes as long as the compute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers there")
@@ -142,6 +142,7 @@ COMPARISONS: dict[str, Callable[[argparse.Namespace], Measured]] = {
 
 def on_ranks(target: Callable[..., None], world: int, args: argparse.Namespace) -> dict[str, Any]:
     """Run ``target`` on ``world`` ranks and return what rank 0 wrote."""
+    print(f"running {target.__name__} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as directory:
         run_ranks(target, world, args, directory)
         return json.loads((Path(directory) / "numbers.json").read_text())

@@ -79,13 +79,16 @@ def link_rank(rank: int, world: int, args: argparse.Namespace, directory: str) -
     join_link(rank, Path(directory))
     _join(rank, world, directory, device=None)
     contestants = _make(llama_task(LINK_LLAMA, args.batch, args.seq), *MAKERS)
+    run_block(contestants["plain"], WARM_UP, timed_update=True)
     compute = _compute_time(contestants["plain"], args.steps)
+    for each in contestants.values():
+        _bytes_of_a_step(each)  # the first makes connections and buffers
     sent = {name: _bytes_of_a_step(each) for name, each in contestants.items()}
     rate = args.rate * 1e6 / 8 if args.rate else _from_rank_0(sent["torch"] / compute)
     limit_rate(rate)
     samples = run_rounds(contestants, args.rounds, args.steps, timed_update=True)
-    for name, each in contestants.items():
-        samples[name]["sent"] = [float(_bytes_of_a_step(each))]
+    for name, of in samples.items():
+        of["sent"] = [float(sent[name])]
     _finish(contestants, {"samples": samples, "rate": rate, "compute": compute}, directory)
 
 
@@ -124,13 +127,13 @@ def _live_bytes(name: str, task: Task) -> list[LiveBytes]:
     dist.barrier()
     found = live_bytes(prepare, MEMORY_STEPS)
     if not found:
-        raise RuntimeError(f"memory of {name}: the profiler missed frees in each of {MEMORY_STEPS} steps; try again")
+        raise RuntimeError(f"{name}: each of {MEMORY_STEPS} steps left memory behind, or the profiler missed frees")
     return found
 
 
 def _compute_time(plain: Contestant, steps: int) -> float:
-    """Seconds a step without communication, with both cores at work and nothing else on them."""
-    return min(run_block(plain, steps, timed_update=True)["wall"] for _ in range(5))
+    """Seconds a step without communication, were nothing else to run on this core."""
+    return min(run_block(plain, steps, timed_update=True)["process"] for _ in range(3))
 
 
 def _bytes_of_a_step(contestant: Contestant) -> int:
