@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import int8_all_gather
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from int8_all_gather import gather_as_int8
 from models import Net, shard
 from side_by_side import Collectives, build, loss_of, one_batch, one_process, side_by_side, train
 from torch.distributed.device_mesh import init_device_mesh
@@ -86,29 +91,18 @@ class SentAsBF16(Wrapper):
         return upcast, (gathered, upcast)
 
 
-class SentAsInt8(Wrapper):
-    """Sends int8 rows and a float32 scale for each: two inputs of different dtypes, by the older signature."""
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], None]:
-        scale = (self.data_.abs().amax(dim=1) / 127).clamp_min(1e-12)
-        return ((self.data_ / scale[:, None]).round().to(torch.int8), scale), None
-
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
-        rows, scale = outputs
-        if out is not None:
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
-                torch.mul(rows.to(param_dtype), scale[:, None], out=out)
-            return None
-        whole = rows.to(param_dtype) * scale[:, None]
-        return whole, (whole,)
-
-
 def with_extension(kind: type[Wrapper], out: int = 4) -> Net:
     """The model with the weights of its linear layers of class ``kind``."""
     model = Net(out=out)
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(kind(module.weight.detach()))
+    return model
+
+
+def with_int8(out: int = 4) -> Net:
+    model = Net(out=out)
+    gather_as_int8(model)
     return model
 
 
@@ -142,10 +136,10 @@ def test_over_replicas(ranks4) -> None:
 
 def train_int8() -> None:
     """Like torch, close to exact training, and with about a quarter of the bytes."""
-    history = side_by_side(lambda: with_extension(SentAsInt8))
+    history = side_by_side(with_int8)
     assert_close_losses(history, one_process(lambda: Net(out=4)))
     sent = {}
-    for name, make in (("int8", lambda: with_extension(SentAsInt8)), ("float32", lambda: Net(out=4))):
+    for name, make in (("int8", with_int8), ("float32", lambda: Net(out=4))):
         model = build(fsdp_compile, make)
         with Bytes() as counted:
             one_batch(model, 0, lambda step: torch.ones(4, 12))
@@ -200,10 +194,6 @@ class OnlyAfter(Wrapper):
     fsdp_post_all_gather = SentAsBF16.fsdp_post_all_gather
 
 
-class Unpadded(SentAsInt8):
-    pass
-
-
 def refuse() -> None:
     for kind, missing in ((OnlyBefore, "post"), (OnlyAfter, "pre")):
         model = with_extension(kind)
@@ -213,7 +203,7 @@ def refuse() -> None:
         assert model.head.weight is weight and type(model) is Net
     with pytest.raises(NotImplementedError, match=r"all-gather extension: inp\.weight"):
         fully_shard(with_extension(SentAsBF16), reshard_after_forward=2)
-    model = shard(with_extension(Unpadded, out=3), fully_shard)
+    model = shard(with_int8(out=3), fully_shard)
     with pytest.raises(RuntimeError, match=r"head\.weight of size \(3, 12\) is sharded unevenly.*padded sharded size"):
         model(torch.ones(4, 12))  # on all ranks, also those whose shard is full
 
@@ -235,3 +225,13 @@ def save_and_load() -> None:
 
 def test_state_dict(ranks2) -> None:
     ranks2.run(save_and_load)
+
+
+def test_the_example_trains_alike() -> None:
+    """Its two columns of losses fall, and stay close to each other."""
+    example = Path(int8_all_gather.__file__)
+    run = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    rows = [tuple(map(float, line.split()[1:])) for line in run.stdout.splitlines()[1:]]
+    assert len(rows) == 4 and rows[-1][0] < 0.8 * rows[0][0]
+    assert all(abs(exact - rounded) < 0.01 * exact for exact, rounded in rows), rows
