@@ -22,7 +22,9 @@ from .streams import Lanes, Ticket
 if TYPE_CHECKING:
     from .fsdp_param import FSDPParam
 
-_WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int32, torch.int64)
+_WIRE_DTYPES = frozenset(
+    [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int32, torch.int64]
+)
 
 
 class Gather(Protocol):
@@ -105,4 +107,4 @@ def _common_dtype(tensors: list[torch.Tensor]) -> torch.dtype:
     """In which they can be sent together: as bytes if they differ, which gloo mixes up without an error, or if
     transports might not know their dtype. A gather does not compute."""
     dtypes = {tensor.dtype for tensor in tensors}
-    return dtypes.pop() if len(dtypes) == 1 and dtypes <= set(_WIRE_DTYPES) else torch.uint8
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= _WIRE_DTYPES else torch.uint8

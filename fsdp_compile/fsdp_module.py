@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -52,6 +53,7 @@ class FSDPModule:
             async_op: only start the all-gather; call ``wait`` on the returned handle before using the parameters.
         """
         handle = UnshardHandle(self._fsdp_state)
+        self._fsdp_state.context.lanes.after_writes(None)
         self._fsdp_state.start_unshard([self._fsdp_state])
         if async_op:
             return handle
@@ -101,7 +103,8 @@ class FSDPModule:
             group.reduce_scatter_unused_params = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reduce-scatters, each with a buffer of its group's gradients, may be under way at once.
+        """How many reduce-scatters, each with a buffer of its group's gradients, may be under way at once; what counts
+        is the largest number among the modules of a tree.
 
         Raises:
             TypeError, ValueError: not an int, or less than 1.
@@ -210,16 +213,19 @@ class FSDPModule:
         self._fsdp_state.backward_prefetch = _states_of(modules)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether backward frees the unsharded parameters; keeping them spares the next forward's gather."""
+        """Whether backward frees the unsharded parameters; keeping them spares the next forward's gather if no
+        optimizer step comes between."""
         for group in self._groups(recurse):
             group.reshard_after_backward = reshard_after_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether forward frees the unsharded parameters."""
+        """Whether forward frees the unsharded parameters; from now on on all ranks, not down to fewer."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward).__name__}")
         for state in self._states(recurse):
             state.reshard_after_forward = reshard_after_forward
+            for group in state.groups:
+                group.post_forward_mesh_info = None
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last of this iteration."""
@@ -301,14 +307,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
-    original = getattr(type(module), method_name, None) or getattr(module, method_name).__func__
+    original = getattr(module, method_name)
 
+    @functools.wraps(original)
     def with_transitions(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: FSDPState = self._fsdp_state  # type: ignore[assignment]
         args, kwargs = state.pre_forward(self, args, kwargs)
-        return state.post_forward(self, original(self, *args, **kwargs))
+        return state.post_forward(self, original(*args, **kwargs))
 
-    setattr(module, method_name, with_transitions.__get__(module))
+    setattr(module, method_name, with_transitions.__get__(module))  # type: ignore[attr-defined]
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

@@ -100,7 +100,7 @@ class FSDPParam:
         self._post_forward_data: torch.Tensor | None = None  # slice of the unsharded data, among fewer ranks
         self._unsharding: Unsharding | None = None
         self._unsharded_param: nn.Parameter | None = None
-        self._gathered_stamp: tuple[int, int] | None = None  # of the sharded parameter, when it was gathered
+        self._gathered_stamp: tuple[int, int, int] | None = None  # of the sharded parameter, when it was gathered
         self._shard(param)
 
     # -- dtypes -------------------------------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ class FSDPParamGroup:
             for (param, layout), owners in zip(params, shared_owners(modules, [p for p, _ in params]), strict=True)
         ]
         self._gather: Gather | None = None
+        self._sliced: torch.Event | None = None  # when the slices that a reshard to fewer ranks keeps were written
         self._traced: list[torch.Tensor] | None = None  # unsharded tensors that a graph made and modules now see
         self._trace_token = ""
 
@@ -135,6 +136,8 @@ class FSDPParamGroup:
             else:
                 assert self.post_forward_mesh_info is not None
                 mesh_info = self.post_forward_mesh_info
+                if self._sliced is not None:
+                    lanes.copy_in.wait_for(self._sliced)
         self._gather = launch_all_gather(self.params, mesh_info, lanes, self.all_gather_comm)
 
     def wait_for_unshard(self) -> None:
@@ -157,13 +160,18 @@ class FSDPParamGroup:
         for param in self.params:
             param.to_sharded()
 
-    def reshard_after_forward(self) -> None:
+    def reshard_after_forward(self, lanes: Lanes) -> None:
         """Free the unsharded parameters until backward; with a post-forward mesh, keep a slice among its ranks."""
         if self.post_forward_mesh_info is None or self.sharded_state is not ShardedState.UNSHARDED:
             self.reshard()
             return
         for param in self.params:
             param.to_sharded_post_forward(self.post_forward_mesh_info)
+        self._sliced = lanes.now()
+
+    @property
+    def is_gathering(self) -> bool:
+        return self._gather is not None
 
     def drop_unused_gather(self) -> None:
         """Free what was gathered ahead but not used."""

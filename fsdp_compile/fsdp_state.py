@@ -36,6 +36,9 @@ UNTRACED = (
 )
 
 
+MAX_FORWARD_ORDER = 4096
+
+
 class TrainingState(Enum):
     """Where a module is in its iteration; eager executor only."""
 
@@ -51,10 +54,12 @@ class FSDPContext:
     def __init__(self, root: FSDPState) -> None:
         self.root = root
         self.states = [root]
-        # One entry a forward, consumed from its end by the backward; bounded, as a forward may have no backward.
-        self.forward_order: deque[FSDPState] = deque(maxlen=4096)
+        self.forward_order: list[FSDPState] = []  # one entry a forward with gradients, since the last backward
         self.expected_calls: list[FSDPState] = []  # those of the root's last forward, in order
         self.calls: list[FSDPState] = []  # those of its forward under way
+        self.calls_as_expected = False
+        self.gathered_ahead: list[FSDPState] = []  # in its forward under way, as they were expected
+        self.reductions_in_flight = 1
         self.reductions: deque[Reduction] = deque()
         self.all_reduces: deque[Reduction] = deque()
         self.is_last_backward = True
@@ -65,6 +70,18 @@ class FSDPContext:
     def lanes(self) -> Lanes:
         """Where this tree communicates; made when needed, as states are merged into larger trees at first."""
         return Lanes(self.root.device)
+
+    def record_forward(self, state: FSDPState) -> None:
+        """Note that ``state`` has run with gradients; forgets all if no backward comes in a long time."""
+        if len(self.forward_order) >= MAX_FORWARD_ORDER:
+            self.forget_forward_order()
+        state.positions.append(len(self.forward_order))
+        self.forward_order.append(state)
+
+    def forget_forward_order(self) -> None:
+        for state in self.forward_order:
+            state.positions.clear()
+        self.forward_order.clear()
 
     def settle_reductions(self, in_flight: int) -> None:
         """Move on until at most ``in_flight`` reduce-scatters, and as many all-reduces, are under way."""
@@ -103,7 +120,9 @@ class FSDPState:
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] = []  # empty: the module that ran before this one
         self.max_reductions_in_flight = 1  # each holds a buffer of the size of its group's gradients
+        self.positions: list[int] = []  # in the context's forward order, of forwards whose backward is still to come
         self._not_run: list[nn.Module] = []  # of `modules`, in the forward pass under way
+        self._aliases: list[tuple[torch.Tensor, Any]] = []  # that stand for its inputs, as they were made
 
     @property
     def reshards_after_forward(self) -> bool:
@@ -150,7 +169,7 @@ class FSDPState:
         if not torch_compat.in_backward():
             self._reshard_after_forward()
             if torch.is_grad_enabled():
-                self.context.forward_order.append(self)
+                self.context.record_forward(self)
         self._watch_outputs(output)
         self._not_run = []
         self.training_state = TrainingState.IDLE
@@ -162,14 +181,16 @@ class FSDPState:
             self._not_run = list(self.modules)
             if self.context.root is self:
                 self._begin_root_forward()
+            elif self.context.root.training_state is not TrainingState.FORWARD:
+                self.context.lanes.after_writes(None)  # called by itself, perhaps after an optimizer step
         self.training_state = TrainingState.FORWARD
         return first
 
     def _begin_root_forward(self) -> None:
         context = self.context
-        context.lanes.begin_forward(context.post_optim_event)
+        context.lanes.after_writes(context.post_optim_event)
         context.post_optim_event = None
-        context.expected_calls, context.calls = context.calls, []
+        context.expected_calls, context.calls, context.calls_as_expected = context.calls, [], True
 
     def _end_root_forward(self, output: Any) -> None:
         context = self.context
@@ -177,10 +198,11 @@ class FSDPState:
             if state._not_run and state is not self:  # some of its modules ran, but not all
                 state._complete_forward(output)
         context.lanes.release_retired()
-        if context.calls != context.expected_calls:  # something else than before has run: what was expected has not
-            for state in context.states:
+        for state in context.gathered_ahead:
+            if state not in context.calls:  # something else than before has run
                 for group in state.groups:
                     group.drop_unused_gather()
+        context.gathered_ahead = []
 
     def _expected_next(self) -> list[FSDPState]:
         """The module that ran after this one in the root's last forward, as long as this forward goes the same way.
@@ -193,8 +215,10 @@ class FSDPState:
             return []
         context.calls.append(self)
         done = len(context.calls)
-        on_the_way = context.calls[-1:] == context.expected_calls[done - 1 : done]
-        return context.expected_calls[done : done + 1] if on_the_way else []
+        context.calls_as_expected &= context.calls[-1:] == context.expected_calls[done - 1 : done]
+        following = context.expected_calls[done : done + 1] if context.calls_as_expected else []
+        context.gathered_ahead += [s for s in following if not any(group.is_gathering for group in s.groups)]
+        return following
 
     def _leave_forward(self, module: nn.Module) -> bool:
         """Whether all modules of this state have now run."""
@@ -215,10 +239,10 @@ class FSDPState:
     def _reshard_after_forward(self) -> None:
         no_backward_follows = not torch.is_grad_enabled()
         for group in self.groups:
-            if no_backward_follows:
+            if no_backward_follows and self.reshard_after_forward is not False:
                 group.reshard()
             elif self.reshards_after_forward:
-                group.reshard_after_forward()
+                group.reshard_after_forward(self.context.lanes)
             else:
                 group.hide_unsharded()
 
@@ -269,6 +293,7 @@ class FSDPState:
             return args, kwargs
         args, kwargs = map_tensors(lambda t: t.view_as(t) if t.requires_grad else t, (args, kwargs))
         aliases = tensors_requiring_grad((args, kwargs))
+        self._aliases = [(alias, alias.grad_fn) for alias in aliases]
         if len(aliases) == 1:
             aliases[0].register_hook(lambda _: self.post_backward())
         elif aliases:
@@ -277,9 +302,12 @@ class FSDPState:
 
     def _watch_outputs(self, output: Any) -> None:
         """Have ``pre_backward`` run before any gradient flows into the module."""
+        aliases, self._aliases = self._aliases, []
         if not torch.is_grad_enabled():
             return
         for tensor in tensors_requiring_grad(output):
+            if any(tensor is alias and tensor.grad_fn is made for alias, made in aliases):
+                continue  # an input passed on: its gradient does not flow into the module
             tensor.register_hook(self._pre_backward_hook)
             base = torch_compat.base_of_view(tensor)
             if base is not None and base.grad_fn is not None:
@@ -296,25 +324,26 @@ class FSDPState:
         self._queue_final_callback()
         if self.unshard_in_backward:
             self._unshard()
-        self.start_unshard(self.backward_prefetch or self._ran_before())
+        ahead = self.backward_prefetch or self._ran_before()
+        self.start_unshard([state for state in ahead if state.unshard_in_backward])
 
     def _ran_before(self) -> list[FSDPState]:
         """The module whose forward ran before this one's: its backward is likely the next."""
-        order = self.context.forward_order
-        while order and order.pop() is not self:
-            pass
-        return [order[-1]] if order and order[-1].unshard_in_backward else []
+        position = self.positions.pop() if self.positions else 0
+        return [self.context.forward_order[position - 1]] if position else []
 
     def post_backward(self, used: bool = True) -> None:
         """Reduce the gradients; ``used``: whether the backward came through the module."""
         self.training_state = TrainingState.POST_BACKWARD
+        context = self.context
         for group in self.groups:
-            self.context.reductions.extend(group.reduce(self.context.lanes, used))
-            self.context.settle_reductions(self.max_reductions_in_flight)
+            context.settle_reductions(context.reductions_in_flight - 1)  # before the next takes a buffer
+            context.reductions.extend(group.reduce(context.lanes, used))
 
     def _queue_final_callback(self) -> None:
         if not self.context.callback_queued:
             self.context.callback_queued = True
+            self.context.reductions_in_flight = max(state.max_reductions_in_flight for state in self.context.states)
             torch_compat.after_backward(self._finish_backward)
 
     def _finish_backward(self) -> None:
@@ -333,22 +362,22 @@ class FSDPState:
         if any(group.copies_late for state in context.states for group in state.groups):
             torch.accelerator.current_stream().synchronize()  # the optimizer reads gradients on the host
         if context.is_last_backward:
-            context.forward_order.clear()
+            context.forget_forward_order()
         context.callback_queued = False
 
     def reset(self) -> None:
         """Forget an iteration that failed half way: see ``FSDPModule.reset_iter_state``."""
         context = self.context
         for reduction in (*context.reductions, *context.all_reduces):
-            reduction.wait()
+            reduction.finish() if context.lanes.in_streams else reduction.wait()  # in streams all steps are issued
         context.reductions.clear()
         context.all_reduces.clear()
         for state in context.states:
             state.training_state = TrainingState.IDLE
-            state._not_run = []
+            state._not_run, state._aliases = [], []
             for group in state.groups:
                 group.drop_iteration()
-        context.forward_order.clear()
-        context.calls = []
+        context.forget_forward_order()
+        context.calls, context.gathered_ahead = [], []
         context.callback_queued = False
 

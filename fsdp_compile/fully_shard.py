@@ -110,17 +110,18 @@ def fully_shard(  # type: ignore[misc]
     _check_modules(modules)
     _check_types(mesh, mp_policy, offload_policy, ignored_params, dp_mesh_dims)
     _check_reshard(reshard_after_forward)
+    ranks = _rank_count(reshard_after_forward)
     mesh_info = mesh_info_of(mesh or default_mesh(), dp_mesh_dims)
     device = device_of(mesh_info.mesh)
     params, buffers = _managed_tensors(modules, ignored_params or set())
     _check_ties(modules, params)
     for param, name in params.items():
-        _check_parameter(name, param, reshard_after_forward)
+        _check_parameter(name, param, ranks)
     members = _by_mesh(params, shard_placement_fn, mesh_info)
-    post_forward = [_post_forward_mesh_info(reshard_after_forward, group_mesh_info) for group_mesh_info, _ in members]
+    post_forward = [_post_forward_mesh_info(ranks, group_mesh_info) for group_mesh_info, _ in members]
     _move_to_device([*params, *buffers], device)
     watch_optimizers()
-    state = FSDPState(modules, device, mp_policy, _whether_to_reshard(reshard_after_forward, mesh_info))
+    state = FSDPState(modules, device, mp_policy, _whether_to_reshard(reshard_after_forward))
     state.groups = [
         FSDPParamGroup(group_params, modules, group_mesh_info, device, mp_policy, offload_policy, fewer)
         for (group_mesh_info, group_params), fewer in zip(members, post_forward, strict=True)
@@ -185,15 +186,14 @@ def _refuse_tie(name: str, other: str) -> NoReturn:
     )
 
 
-def _check_parameter(name: str, param: nn.Parameter, reshard_after_forward: bool | int | None) -> None:
-    is_count = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
-    if isinstance(param, DTensor) and is_count:
+def _check_parameter(name: str, param: nn.Parameter, ranks: int | None) -> None:
+    if isinstance(param, DTensor) and ranks is not None:
         raise NotImplementedError(
-            f"reshard_after_forward={reshard_after_forward} is not for tensor-parallel parameters, but {name} is one"
+            f"reshard_after_forward={ranks} is not for tensor-parallel parameters, but {name} is one"
         )
-    if has_extension(name, torch_compat.local_tensor(param)) and is_count:
+    if has_extension(name, torch_compat.local_tensor(param)) and ranks is not None:
         raise NotImplementedError(
-            f"reshard_after_forward={reshard_after_forward} is not for parameters with an all-gather extension: {name}"
+            f"reshard_after_forward={ranks} is not for parameters with an all-gather extension: {name}"
         )
     if param.dim() == 0:
         raise ValueError(f"fully_shard cannot shard the scalar parameter {name}; make it 1D with one element")
@@ -204,15 +204,12 @@ def _check_parameter(name: str, param: nn.Parameter, reshard_after_forward: bool
         )
 
 
-Members = list[tuple[FSDPMeshInfo, list[tuple[nn.Parameter, ShardedLayout]]]]
-
-
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
 def _by_mesh(
     params: dict[nn.Parameter, str], shard_placement_fn: ShardPlacementFn | None, mesh_info: FSDPMeshInfo
-) -> Members:
+) -> list[tuple[FSDPMeshInfo, list[tuple[nn.Parameter, ShardedLayout]]]]:
     """The parameters with their layouts, those that the same process groups serve together, in order of traversal."""
     members: dict[tuple[str | None, str | None], tuple[FSDPMeshInfo, list[tuple[nn.Parameter, ShardedLayout]]]] = {}
     for param, name in params.items():
@@ -223,22 +220,21 @@ def _by_mesh(
     return list(members.values())
 
 
-def _whether_to_reshard(reshard_after_forward: bool | int | None, mesh_info: FSDPMeshInfo) -> bool | None:
-    """Without the number of ranks: one rank means not at all."""
+def _rank_count(reshard_after_forward: bool | int | None) -> int | None:
+    """To how many ranks the user wants to reshard, if they gave a number (of which bools are a kind)."""
+    return None if reshard_after_forward is None or isinstance(reshard_after_forward, bool) else reshard_after_forward
+
+
+def _whether_to_reshard(reshard_after_forward: bool | int | None) -> bool | None:
+    """One rank means not at all."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     return reshard_after_forward != 1
 
 
-def _post_forward_mesh_info(
-    reshard_after_forward: bool | int | None, mesh_info: FSDPMeshInfo
-) -> FSDPMeshInfo | None:
-    """The fewer ranks to reshard to, if the user gave a number of them that is neither one nor all."""
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return None
-    if reshard_after_forward in (1, mesh_info.shard_mesh_size):
-        return None
-    return post_forward_mesh_info_of(reshard_after_forward, mesh_info)
+def _post_forward_mesh_info(ranks: int | None, mesh_info: FSDPMeshInfo) -> FSDPMeshInfo | None:
+    """The fewer ranks to reshard to, if they are neither one, which means not at all, nor all."""
+    return None if ranks in (None, 1, mesh_info.shard_mesh_size) else post_forward_mesh_info_of(ranks, mesh_info)
 
 
 def _without_descendants(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 Fn = Callable[[torch.Tensor], torch.Tensor]
 
@@ -37,6 +38,9 @@ def _map(fn: Fn, value: Any) -> tuple[Any, bool]:
     if isinstance(value, torch.Tensor):
         new = fn(value)
         return new, new is not value
+    if isinstance(value, PackedSequence):  # a named tuple whose other tensors have to stay as they are
+        data = fn(value.data)
+        return value._replace(data=data), data is not value.data
     if isinstance(value, dict):
         return _map_dict(fn, value)
     if isinstance(value, (set, frozenset)):

@@ -112,6 +112,8 @@ class Reduction:
         self._sizes = [param.layout.padded_sharded_numel for param in self._params]
         self._route = route
         self._source: torch.Tensor | None = self._pack(gradients, dtype)
+        # Memory of the reduce-scatter lane, which later steps use in other lanes: kept until all are done.
+        self._reduced: torch.Tensor | None = None
         steps = self._steps()
         self._tickets = iter(list(steps)) if route.lanes.in_streams else steps
         self._under_way: Ticket | None = next(self._tickets)
@@ -122,6 +124,8 @@ class Reduction:
         self.wait()
         self._source = None
         self._under_way = next(self._tickets, None)
+        if self._under_way is None:
+            self._reduced = None
         return self._under_way is None
 
     def finish(self) -> None:
@@ -157,6 +161,7 @@ class Reduction:
         """The tickets of the collectives, each issued when the one before is done (CPU) or ordered after it."""
         route, lanes = self._route, self._route.lanes
         lane, ticket, reduced = self._reduce_scatter()
+        self._reduced = reduced
         yield ticket
         with lane.on():
             for part, partial in zip(reduced.split(self._sizes), self._partials, strict=True):
@@ -189,7 +194,8 @@ class Reduction:
         group = route.shard_group
         if group is None or self._world_size == 1:
             with lane.on():
-                return lane, lane.mark(), source.clone() if route.lanes.in_streams else source
+                reduced = source.clone() if route.lanes.in_streams else source
+            return lane, lane.mark(), reduced
         with lane.on():
             size = (source.numel() // self._world_size,)
             reduced = route.comm.allocate(size, dtype=source.dtype, device=source.device)
@@ -218,11 +224,11 @@ def _mark_present(table: torch.Tensor, sizes: list[int], present: list[bool]) ->
     starts = [0, *itertools.accumulate(sizes)]
     columns = [start for start, size, here in zip(starts, sizes, present, strict=False) if size and here]
     if columns:
-        index = torch.tensor(columns, device=table.device)
-        table.index_add_(1, index, table.new_zeros(table.size(0), len(columns)))
+        torch._foreach_add_([table.select(1, column) for column in columns], 0.0)
 
 
 def _is_absent(part: torch.Tensor) -> bool:
+    part = part.real if part.is_complex() else part  # of a complex number only the real part is given the sign
     return bool((torch.signbit(part) & (part == 0)).all())
 
 

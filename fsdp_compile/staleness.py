@@ -1,8 +1,9 @@
 """Whether sharded parameters may have been written since unsharded ones were gathered from them.
 
 A stale copy is the worst fault of all: training goes on, the loss still falls, and nothing fails. A tensor's own
-version tells of most writes, but fused and foreach optimizers change a DTensor's data without raising it; so every
-optimizer step counts as a write to all parameters.
+version tells of most writes, but fused and foreach optimizers change a DTensor's data without raising it; so a step of
+an optimizer counts as a write to its parameters. If some of those are not known as sharded parameters, they may be
+other tensors with the same memory, so the step counts as a write to all.
 """
 
 from __future__ import annotations
@@ -14,13 +15,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import torch_compat
 
-_optimizer_steps = 0
+_STEPS = "_fsdp_optimizer_steps"  # attribute of a sharded parameter: how many steps have written it
+_steps_of_unknown = 0
 _watching = False
 
 
-def _count_step(*_: Any) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
+def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    global _steps_of_unknown
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not all(hasattr(param, _STEPS) for param in params):
+        _steps_of_unknown += 1
+        return
+    for param in params:
+        setattr(param, _STEPS, getattr(param, _STEPS) + 1)
 
 
 def watch_optimizers() -> None:
@@ -31,6 +38,8 @@ def watch_optimizers() -> None:
         _watching = True
 
 
-def write_stamp(sharded_param: torch.Tensor) -> tuple[int, int]:
+def write_stamp(sharded_param: torch.Tensor) -> tuple[int, int, int]:
     """Changes whenever ``sharded_param`` may have been written."""
-    return _optimizer_steps, torch_compat.version_of(sharded_param)
+    if not hasattr(sharded_param, _STEPS):
+        setattr(sharded_param, _STEPS, 0)
+    return _steps_of_unknown, getattr(sharded_param, _STEPS), torch_compat.version_of(sharded_param)

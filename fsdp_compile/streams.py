@@ -82,8 +82,12 @@ class Lanes:
         self.all_reduce = lane(0)  # goes over other links, often: between nodes instead of within
         self._retired: list[tuple[torch.Tensor, torch.Event]] = []
 
-    def begin_forward(self, event: torch.Event | None) -> None:
-        """Have all-gathers wait for the optimizer: for ``event`` if there is one, else for the current stream."""
+    def now(self) -> torch.Event | None:
+        """All that the current stream was given so far, to wait for later; ``None`` on CPU."""
+        return torch.accelerator.current_stream().record_event() if self.in_streams else None
+
+    def after_writes(self, event: torch.Event | None) -> None:
+        """Have all-gathers wait for what wrote the shards: for ``event`` if given, else for the current stream."""
         for lane in (self.copy_in, self.all_gather):
             lane.catch_up() if event is None else lane.wait_for(event)
 
@@ -92,8 +96,9 @@ class Lanes:
 
         It is kept until the next all-gather has been started: what comes first in the lanes need not wait for the use.
         """
-        if self.in_streams:
-            self._retired.append((gathered, torch.accelerator.current_stream().record_event()))
+        event = self.now()
+        if event is not None:
+            self._retired.append((gathered, event))
 
     def release_retired(self) -> None:
         """Give back what was retired; from here on the all-gather lanes wait for its last use."""

@@ -68,6 +68,7 @@ class PlainUnsharding(Unsharding):
             self._storage = torch.empty(self._layout.padded_size, dtype=param.compute_dtype, device=param.device)
             self.tensor = self._storage.narrow(0, 0, self._layout.size[0]) if self._layout.padding else self._storage
         self._nbytes = self._storage.numel() * self._storage.itemsize
+        torch_compat.resize_storage(self._storage, 0)  # whoever asks for outputs takes the memory, in its own stream
         self._pieces: torch.Tensor | None = None
 
     def fits(self, param: FSDPParam) -> bool:
