@@ -38,8 +38,9 @@ class Int8Gathered(torch.Tensor):
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], None]:
         """What this rank sends of its shard, padded to equal size on all ranks by zeros if need be."""
-        scale = (self.wrapped.abs().amax(dim=1) / 127).clamp_min(torch.finfo(self.dtype).tiny)
-        return ((self.wrapped / scale[:, None]).round().to(torch.int8), scale), None
+        exact = self.wrapped.float()  # in bfloat16 the largest weight might be rounded up to 128, which is no int8
+        scale = (exact.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+        return ((exact / scale[:, None]).round().to(torch.int8), scale), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[torch.Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Any = None

@@ -1,10 +1,9 @@
-"""The eager all-gather of a group's parameters, straight into place or by way of one flat buffer.
+"""The eager all-gather of a group's parameters, by way of one flat buffer.
 
-    straight:  shards ─ one collective of many tensors ─> each parameter's own output
-    flat:      shards ─ copy in ─> buffer ─ one collective ─> buffer ─ copy out ─> each parameter's own output
+    shards ─ copy in ─> buffer ─ one collective ─> buffer ─ copy out ─> each parameter's own output
 
-Straight saves both copies and the buffer. Flat is for streams, where memory that the compute stream frees may not be
-written by another stream yet, and for communications that users bring.
+The outputs get memory only when they are copied to: who reads a parameter too early meets a storage of size zero, an
+error, and not what happens to lie in memory.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from . import torch_compat
 from .communication import AllGather, DefaultAllGather
 from .mesh_info import FSDPMeshInfo
-from .streams import Lanes, Ticket
+from .streams import Lanes
 
 if TYPE_CHECKING:
     from .fsdp_param import FSDPParam
@@ -38,30 +36,21 @@ def launch_all_gather(
     params: Sequence[FSDPParam], mesh_info: FSDPMeshInfo, lanes: Lanes, comm: AllGather | None
 ) -> Gather:
     """Start one all-gather for all ``params`` over the shard ranks of ``mesh_info``; ``comm``: of the user's."""
-    if mesh_info.shard_mesh_size > 1 and (comm is not None or lanes.in_streams):
-        return _FlatGather(params, mesh_info, lanes, comm or DefaultAllGather())
-    return _StraightGather(params, mesh_info)
+    if mesh_info.shard_mesh_size == 1:
+        return _NoGather(params)
+    return _FlatGather(params, mesh_info, lanes, comm or DefaultAllGather())
 
 
-class _StraightGather:
-    def __init__(self, params: Sequence[FSDPParam], mesh_info: FSDPMeshInfo) -> None:
-        inputs = [(param, param.all_gather_inputs()) for param in params]  # all before any memory is taken: may raise
-        sources = [tensor for _, tensors in inputs for tensor in tensors]
-        targets = [tensor for param, tensors in inputs for tensor in param.all_gather_outputs(tensors)]
-        dtype = _common_dtype(sources)
-        sources, targets = ([_as_sent(tensor, dtype) for tensor in tensors] for tensors in (sources, targets))
-        self._sources = sources  # kept alive until it is done
-        self._ticket = Ticket()
-        if mesh_info.shard_mesh_size > 1:
-            group = mesh_info.shard_process_group
-            assert group is not None
-            self._ticket = Ticket(torch_compat.all_gather_coalesced(group, targets, sources))
-            return
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
+class _NoGather:
+    """The only shard rank has it all."""
+
+    def __init__(self, params: Sequence[FSDPParam]) -> None:
+        self._inputs = [(param, param.all_gather_inputs()) for param in params]
 
     def wait(self) -> None:
-        self._ticket.wait()
+        for param, inputs in self._inputs:
+            for output, source in zip(param.all_gather_outputs(inputs), inputs, strict=True):
+                output.view(-1).copy_(source.view(-1))
 
 
 class _FlatGather:
@@ -104,7 +93,7 @@ def _as_sent(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _common_dtype(tensors: list[torch.Tensor]) -> torch.dtype:
-    """In which they can be sent together: as bytes if they differ, which gloo mixes up without an error, or if
+    """In which they can be sent together: as bytes if they differ, or if
     transports might not know their dtype. A gather does not compute."""
     dtypes = {tensor.dtype for tensor in tensors}
     return dtypes.pop() if len(dtypes) == 1 and dtypes <= _WIRE_DTYPES else torch.uint8

@@ -152,6 +152,9 @@ class FSDPModule:
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce-scatter this module's gradients with ``comm``.
 
+        A parameter that no rank used keeps ``None`` for a gradient only if ``comm`` sums ``-0.0`` and ``-0.0`` to
+        ``-0.0``, as addition does; a sum that starts from 0.0 gives zeros instead.
+
         Raises:
             ValueError: parameters of the module are sharded over several meshes.
         """

@@ -217,6 +217,17 @@ class FSDPParam:
         if data is not local:
             torch_compat.set_local_tensor(registered, self.layout.without_padding(data))
 
+    def follow_replacement(self) -> None:
+        """If someone assigned another parameter to the module, make that the sharded parameter.
+
+        Raises:
+            RuntimeError: it is no ``DTensor``.
+        """
+        module, attribute = self.owners[0]
+        registered = module._parameters.get(attribute, self.sharded_param)
+        if registered is not self.sharded_param and registered is not self._unsharded_param:
+            self.refresh_sharded_param()
+
     def _shares_storage(self, local: torch.Tensor) -> bool:
         mine, theirs = self.padded_sharded_tensor, local
         if mine.is_meta and theirs.is_meta:

@@ -122,6 +122,8 @@ class FSDPParamGroup:
 
     def unshard(self, lanes: Lanes) -> None:
         """Start the all-gather unless the unsharded parameters are there, or on their way, and up to date."""
+        for param in self.params:
+            param.follow_replacement()
         stale = any(param.is_stale for param in self.params)
         if self._gather is not None and stale:
             self.reshard()  # it was started before the sharded parameters were written

@@ -188,6 +188,10 @@ class FSDPState:
 
     def _begin_root_forward(self) -> None:
         context = self.context
+        if context.callback_queued and not torch_compat.in_backward():
+            self.reset()  # an exception ended the last backward
+        if self.positions and self.reshard_after_forward is None:
+            self._reshard()  # kept for the backward of a forward before; weights may have been written since, unnoticed
         context.lanes.after_writes(context.post_optim_event)
         context.post_optim_event = None
         context.expected_calls, context.calls, context.calls_as_expected = context.calls, [], True
@@ -235,6 +239,10 @@ class FSDPState:
         for state in states:
             for group in state.groups:
                 group.unshard(self.context.lanes)
+
+    def _reshard(self) -> None:
+        for group in self.groups:
+            group.reshard()
 
     def _reshard_after_forward(self) -> None:
         no_backward_follows = not torch.is_grad_enabled()

@@ -119,6 +119,8 @@ def fully_shard(  # type: ignore[misc]
         _check_parameter(name, param, ranks)
     members = _by_mesh(params, shard_placement_fn, mesh_info)
     post_forward = [_post_forward_mesh_info(ranks, group_mesh_info) for group_mesh_info, _ in members]
+    for each in modules:
+        _fsdp_class_of(type(each))  # may refuse to have a subclass
     _move_to_device([*params, *buffers], device)
     watch_optimizers()
     state = FSDPState(modules, device, mp_policy, _whether_to_reshard(reshard_after_forward))
@@ -287,12 +289,15 @@ def _move_to_device(tensors: list[torch.Tensor], device: torch.device) -> None:
             tensor.data = tensor.data.to(device)
 
 
-def _become_fsdp_module(module: nn.Module, state: FSDPState) -> None:
-    original = type(module)
+def _fsdp_class_of(original: type[nn.Module]) -> type[nn.Module]:
     if original not in _fsdp_classes:
         _fsdp_classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
-    module.__class__ = _fsdp_classes[original]
-    module._fsdp_state = state  # type: ignore[assignment]
+    return _fsdp_classes[original]
+
+
+def _become_fsdp_module(module: nn.Module, state: FSDPState) -> None:
+    module.__class__ = _fsdp_class_of(type(module))
+    module.__dict__["_fsdp_state"] = state  # not by assignment, which a module may refuse
     # A state dict is made from, and loaded into, sharded parameters only.
     module.register_state_dict_pre_hook(lambda *_: reshard([state]))
     module.register_load_state_dict_pre_hook(lambda *_: reshard([state]))

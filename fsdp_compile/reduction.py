@@ -117,6 +117,8 @@ class Reduction:
         steps = self._steps()
         self._tickets = iter(list(steps)) if route.lanes.in_streams else steps
         self._under_way: Ticket | None = next(self._tickets)
+        if not route.lanes.in_streams:
+            self._source = None  # the work holds what it needs
 
     @torch.no_grad()
     def advance(self) -> bool:
@@ -168,13 +170,15 @@ class Reduction:
                 if partial is not None:
                     part.add_(partial)
             if not route.all_reduce:
-                self._keep_partial(reduced)
+                self._keep_partial(reduced, self._present_on_any_rank(reduced))
                 return
         if route.replicate_group is not None and route.replicate_group.size() > 1:
             with lane.on():
                 lanes.all_reduce.catch_up()
             lane, group = lanes.all_reduce, route.replicate_group
             yield lane.run(lambda async_op: dist.all_reduce(reduced, OPS[route.scaling.op], group, async_op))
+        with lane.on():
+            present = self._present_on_any_rank(reduced)  # before a hook may change the signs of zeros
         if route.hook is not None:
             with lane.on():
                 route.hook_lane.catch_up()
@@ -182,7 +186,7 @@ class Reduction:
             with lane.on():
                 route.hook(reduced)
         with lane.on():
-            self._hand_out(reduced)
+            self._hand_out(reduced, present)
         if lanes.in_streams:
             yield lane.mark()
 
@@ -202,21 +206,22 @@ class Reduction:
         op = OPS[route.scaling.op]
         return lane, lane.run(lambda async_op: route.comm(reduced, source, group, op, async_op)), reduced
 
-    def _with_gradient(self, reduced: torch.Tensor) -> Iterator[tuple[FSDPParam, torch.Tensor]]:
-        """The parameters that some rank had a gradient of, each with its part of ``reduced``."""
-        for param, part, present in zip(self._params, reduced.split(self._sizes), self._present, strict=True):
-            if present or not _is_absent(part):
-                yield param, part
+    def _present_on_any_rank(self, reduced: torch.Tensor) -> list[bool]:
+        """Which parameters some rank had a gradient of; looks at the data of those only that this rank had none of."""
+        parts = reduced.split(self._sizes)
+        return [here or not _is_absent(part) for here, part in zip(self._present, parts, strict=True)]
 
-    def _keep_partial(self, reduced: torch.Tensor) -> None:
-        for param, part in self._with_gradient(reduced):
-            param.add_partial_grad(part)
+    def _keep_partial(self, reduced: torch.Tensor, present: list[bool]) -> None:
+        for param, part, has_grad in zip(self._params, reduced.split(self._sizes), present, strict=True):
+            if has_grad:
+                param.add_partial_grad(part)
 
-    def _hand_out(self, reduced: torch.Tensor) -> None:
+    def _hand_out(self, reduced: torch.Tensor, present: list[bool]) -> None:
         if self._route.scaling.post != 1:
             reduced.div_(self._route.scaling.post)
-        for param, part in self._with_gradient(reduced):
-            param.accumulate_sharded_grad(part)
+        for param, part, has_grad in zip(self._params, reduced.split(self._sizes), present, strict=True):
+            if has_grad:
+                param.accumulate_sharded_grad(part)
 
 
 def _mark_present(table: torch.Tensor, sizes: list[int], present: list[bool]) -> None:

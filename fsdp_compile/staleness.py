@@ -2,8 +2,8 @@
 
 A stale copy is the worst fault of all: training goes on, the loss still falls, and nothing fails. A tensor's own
 version tells of most writes, but fused and foreach optimizers change a DTensor's data without raising it; so a step of
-an optimizer counts as a write to its parameters. If some of those are not known as sharded parameters, they may be
-other tensors with the same memory, so the step counts as a write to all.
+an optimizer counts as a write to its parameters. Optimizers of other tensors do not count: whether they take a step may
+differ between ranks, but whether a gather is due may not.
 """
 
 from __future__ import annotations
@@ -16,18 +16,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from . import torch_compat
 
 _STEPS = "_fsdp_optimizer_steps"  # attribute of a sharded parameter: how many steps have written it
-_steps_of_unknown = 0
 _watching = False
 
 
 def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    global _steps_of_unknown
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not all(hasattr(param, _STEPS) for param in params):
-        _steps_of_unknown += 1
-        return
-    for param in params:
-        setattr(param, _STEPS, getattr(param, _STEPS) + 1)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if hasattr(param, _STEPS):
+                setattr(param, _STEPS, getattr(param, _STEPS) + 1)
 
 
 def watch_optimizers() -> None:
@@ -39,7 +35,8 @@ def watch_optimizers() -> None:
 
 
 def write_stamp(sharded_param: torch.Tensor) -> tuple[int, int, int]:
-    """Changes whenever ``sharded_param`` may have been written."""
+    """Changes whenever ``sharded_param``, or its local tensor, may have been written."""
     if not hasattr(sharded_param, _STEPS):
         setattr(sharded_param, _STEPS, 0)
-    return _steps_of_unknown, getattr(sharded_param, _STEPS), torch_compat.version_of(sharded_param)
+    local = torch_compat.local_tensor(sharded_param)
+    return getattr(sharded_param, _STEPS), torch_compat.version_of(sharded_param), torch_compat.version_of(local)

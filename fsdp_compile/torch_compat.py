@@ -155,13 +155,6 @@ def after_backward(callback: Callable[[], None]) -> None:
 # -- collectives ------------------------------------------------------------------------------------------------------
 
 
-def all_gather_coalesced(
-    group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
-) -> dist.Work:
-    """Gather each input into its own output in one work; the public coalescing manager hides the work handle."""
-    return group.allgather_into_tensor_coalesced(outputs, inputs)
-
-
 def allocate_from_process_group(
     group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:

@@ -161,7 +161,7 @@ class Bytes(Collectives):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and "allgather" in func._schema.name:
-            self.gathered += sum(output.numel() * output.itemsize for output in args[0])
+            self.gathered += args[0].numel() * args[0].itemsize
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
