@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch_compat import gather_asynchronously
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile.models import Llama, LlamaConfig
@@ -141,7 +142,7 @@ def make_torch(task: Task) -> Contestant:
 def make_torch_listed(task: Task) -> Contestant:
     """torch's, with the private switch that makes its gathers asynchronous on CPU, and told the order of the blocks."""
     contestant = make_torch(task)
-    contestant.model._set_unshard_async_op(True)  # type: ignore[operator]
+    gather_asynchronously(contestant.model)
     _list_prefetches(contestant.model)
     return contestant
 

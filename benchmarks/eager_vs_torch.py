@@ -58,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("what", nargs="?", default="all", choices=[*COMPARISONS, "all"])
     parser.add_argument("--steps", type=positive, default=3, help="timed steps a block (default: %(default)s)")
     parser.add_argument("--rounds", type=positive, default=10, help="blocks of each contestant (default: %(default)s)")
-    parser.add_argument("--memory-rounds", type=positive, default=2, help="the same for memory (default: %(default)s)")
+    parser.add_argument("--memory-rounds", type=positive, default=3, help="the same for memory (default: %(default)s)")
     parser.add_argument("--modules", type=positive, default=200, help="of the hooks' model (default: %(default)s)")
     parser.add_argument("--mixed-precision", action="store_true", help="step, memory: bf16 compute, float32 reduction")
     parser.add_argument("--batch", type=positive, default=4, help="link: sequences a rank (default: %(default)s)")

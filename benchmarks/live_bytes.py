@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 MEASURED = "measured step"
-LET_GO = 0.005  # seconds in which a thread of the transport drops what it was given
+LET_GO = 0.02  # seconds in which a thread of the transport drops what it was given
 
 
 class LiveBytes(NamedTuple):

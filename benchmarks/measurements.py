@@ -25,6 +25,7 @@ from contestants import (
 from live_bytes import LiveBytes, live_bytes
 from rate_limited_link import bytes_sent, join_link, limit_rate
 from rounds import WARM_UP, Samples, over_ranks, run_block, run_rounds
+from torch_compat import join_imaginary_world
 
 TIMEOUT = timedelta(seconds=120)  # of one collective: a rank that waits longer fails, and all end
 MEMORY_STEPS = 6
@@ -42,10 +43,8 @@ def hooks_rank(rank: int, world: int, args: argparse.Namespace, directory: str) 
 
 def hooks_without_transport_rank(rank: int, world: int, args: argparse.Namespace, directory: str) -> None:
     """The same in one process, as rank 0 of two, with collectives that do nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    join_imaginary_world(2)
     contestants = _make(stack_task(args.modules), "plain", "ours", "torch")
     samples = run_rounds(contestants, args.rounds, args.steps, timed_update=False)
     _write({"samples": samples}, directory)

@@ -8,8 +8,6 @@ from torch.func import functional_call
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 
-BACKENDS = [None, "fsdp_eager"]
-
 
 def build(cls=Net, **kwargs):
     torch.manual_seed(0)
@@ -48,8 +46,7 @@ def backward_in_bf16(single, step):
     functional_call(single, cast, (batch(step).bfloat16(),)).float().square().mean().backward()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@pytest.mark.parametrize("reduce_dtype, backend", [(None, None), (torch.float32, None), (None, "fsdp_eager")])
 def test_a_frozen_group_is_unfrozen(ranks2, reduce_dtype, backend):
     ranks2.run(_unfrozen, reduce_dtype, backend)
 
@@ -93,8 +90,7 @@ class LateBlock(Block):
 LateNet.block = LateBlock
 
 
-@pytest.mark.parametrize("backend", [None, "fsdp_eager"])
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("param_dtype, backend", [(None, None), (torch.bfloat16, None), (torch.bfloat16, "fsdp_eager")])
 def test_first_gradient_in_the_last_micro_batch(ranks2, param_dtype, backend):
     ranks2.run(_late, param_dtype, backend)
 
@@ -144,8 +140,10 @@ def gathers_in_inference_mode(model, forward):
             module.reshard()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("before", [forwards, evaluates, infers, gathers_in_inference_mode])
+BEFORE = [(before, None) for before in (forwards, evaluates, infers, gathers_in_inference_mode)]
+
+
+@pytest.mark.parametrize("before, backend", [*BEFORE, (forwards, "fsdp_eager"), (infers, "fsdp_eager")])
 def test_before_the_optimizer_is_built(ranks2, before, backend):
     ranks2.run(_before, before, backend)
 
@@ -208,8 +206,10 @@ def adds_in_place(block):
     return type(f"Adds{block.__name__}", (AddsInPlace,), {"block": block})
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("block", [Reshaped, Transposed, Sliced, TwoViews])
+VIEWS = [(block, None) for block in (Reshaped, Transposed, Sliced, TwoViews)]
+
+
+@pytest.mark.parametrize("block, backend", [*VIEWS, (Transposed, "fsdp_eager"), (TwoViews, "fsdp_eager")])
 def test_in_place_on_a_view_that_a_block_returns(ranks2, block, backend):
     ranks2.run(_view, block, backend)
 
@@ -249,7 +249,7 @@ def grouped(order):
 
 
 ORDERS = [(0, 0, 1, 2), (0, 1, 0, 2), (1, 2, 0, 1), (0, 2), (2, 1, 1, 0, 0), (2, 0, 1, 2, 0, 1)]
-CASES = [(order, None) for order in ORDERS] + [(order, "fsdp_eager") for order in [(0, 1, 0, 2), (0, 2)]]
+CASES = [(order, None) for order in ORDERS] + [((0, 1, 0, 2), "fsdp_eager")]
 
 
 @pytest.mark.parametrize("order, backend", CASES)

@@ -275,8 +275,10 @@ def _groups():
     assert_same(*histories)
 
 
-@pytest.mark.parametrize("backend", [None, "fsdp_eager"])
-@pytest.mark.parametrize("choices", [{}, {"reshard_after_forward": False}])
+KEEPS = {"reshard_after_forward": False}
+
+
+@pytest.mark.parametrize("choices, backend", [({}, None), (KEEPS, None), (KEEPS, "fsdp_eager")])
 def test_steps_in_backward(ranks2, choices, backend):
     ranks2.run(_in_backward, choices, backend)
 
