@@ -141,6 +141,8 @@ class FSDPState:
 
     @torch.compiler.disable(reason=UNTRACED)
     def _pre_forward_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if self.context.callback_queued and not torch_compat.in_backward():
+            self.reset()  # an exception ended the last backward
         if self.training_state is TrainingState.PRE_BACKWARD:  # activation checkpointing recomputes this forward
             self._unshard()
             return args, kwargs
@@ -188,8 +190,6 @@ class FSDPState:
 
     def _begin_root_forward(self) -> None:
         context = self.context
-        if context.callback_queued and not torch_compat.in_backward():
-            self.reset()  # an exception ended the last backward
         if self.positions and self.reshard_after_forward is None:
             self._reshard()  # kept for the backward of a forward before; weights may have been written since, unnoticed
         context.lanes.after_writes(context.post_optim_event)

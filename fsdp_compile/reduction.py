@@ -156,7 +156,8 @@ class Reduction:
                 part.fill_(0.0 if gradient.is_present else -0.0)
         _mark_present(table, self._sizes, self._present)
         if self._route.scaling.pre != 1:
-            source.div_(self._route.scaling.pre)
+            # Of complex numbers the real and imaginary parts: complex division does not keep the sign of zero.
+            (torch.view_as_real(source) if source.is_complex() else source).div_(self._route.scaling.pre)
         return source
 
     def _steps(self) -> Iterator[Ticket]:

@@ -200,9 +200,9 @@ def current_frame_id() -> str:
 
 def current_compiler_fn() -> Any:
     """The backend that will receive the graph that Dynamo is tracing now, or ``None``."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.symbolic_convert import tls
 
-    tx = InstructionTranslator.current_tx()
+    tx = getattr(tls, "current_tx", None)
     return tx.output.compiler_fn if tx else None
 
 
