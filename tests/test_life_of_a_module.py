@@ -263,11 +263,9 @@ class RecurrentNet(Net):
     block = Recurrent
 
 
-REFUSED = pytest.mark.xfail(strict=True, reason="Dynamo does not trace LSTMs: it breaks inside of the transitions")
-
-
-@pytest.mark.parametrize("backend", [None, pytest.param("fsdp_eager", marks=REFUSED)])
+@pytest.mark.parametrize("backend", [None, "fsdp_eager"])
 def test_recurrent(ranks2, backend):
+    """Dynamo does not trace LSTMs: it breaks the graph inside of the transitions."""
     ranks2.run(_recurrent, backend)
 
 
