@@ -194,8 +194,8 @@ class FSDPParamGroup:
         One reduce-scatter for each reduce dtype in the group. Without gradient sync the gradients are set aside.
 
         Args:
-            used: whether the backward came through the group's module, on all ranks then; else it only reduces what is
-                left over.
+            used: whether the backward has come through the group's module, on all ranks then; else only gradients that
+                are there are reduced.
         """
         gradients: list[Gradient] = []
         if self.reduce_grads:

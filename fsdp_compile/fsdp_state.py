@@ -340,8 +340,16 @@ class FSDPState:
         position = self.positions.pop() if self.positions else 0
         return [self.context.forward_order[position - 1]] if position else []
 
-    def post_backward(self, used: bool = True) -> None:
-        """Reduce the gradients; ``used``: whether the backward came through the module."""
+    def post_backward(self) -> None:
+        """Reduce the gradients.
+
+        Of a module that ran several times, autograd hands out the gradients only when it is through with all calls in
+        its graph. So calls are still to come if there is no gradient yet; after the last one, this rank takes part in
+        the reduction even without any, as others may have some.
+        """
+        self._reduce(used=not self.positions)
+
+    def _reduce(self, used: bool) -> None:
         self.training_state = TrainingState.POST_BACKWARD
         context = self.context
         for group in self.groups:
@@ -360,7 +368,7 @@ class FSDPState:
         for state in reversed(context.states):
             if state.training_state is not TrainingState.POST_BACKWARD:
                 # Its inputs required no gradient, or it was not used.
-                state.post_backward(used=state.training_state is TrainingState.PRE_BACKWARD)
+                state._reduce(used=state.training_state is TrainingState.PRE_BACKWARD)
             state.training_state = TrainingState.IDLE
             state._not_run = []
             for group in state.groups:

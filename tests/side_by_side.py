@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 from models import Net, batch, local, my_part, shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_compile
@@ -18,6 +20,7 @@ LIBRARIES = (fsdp_compile, torch_fsdp)
 Data = Callable[[int], torch.Tensor]  # from a number to a batch: this rank's part, or for one process the whole
 Iterate = Callable[[Any, int, Data], list[torch.Tensor]]  # forwards and backwards of one step; what else to compare
 Record = dict[str, torch.Tensor | None]
+Event = tuple[str, int, int]  # kind, elements of the larger end, ranks
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
@@ -73,15 +76,22 @@ def side_by_side(
     configure: Callable[[Any], Any] = lambda model: None,
     iterate: Iterate = one_batch,
     steps: int = 3,
+    compare: Callable[[list[Event]], Any] | None = None,
     **kwargs: Any,
 ) -> list[Record]:
-    """Train under both libraries and assert that all is equal, bit for bit; returns what this library computed."""
-    histories = []
+    """Train under both libraries and assert that all is equal, bit for bit; returns what this library computed.
+
+    With ``compare``, what it makes of the events, the collectives and matrix products in order, must be equal too.
+    """
+    histories, events = [], []
     for library in LIBRARIES:
         model = build(library, make, **kwargs)
         configure(model)
-        histories.append(train(model, iterate, steps))
+        with Events() if compare else nullcontext(Collectives()) as recorder:
+            histories.append(train(model, iterate, steps))
+        events.append(compare(recorder.issued) if compare else None)
     assert_same(*histories)
+    assert events[0] == events[1], f"{events[0]} != {events[1]}"
     return histories[0]
 
 
@@ -110,35 +120,53 @@ def assert_same(ours: list[Record], theirs: list[Record]) -> None:
 
 
 def assert_close(ours: list[Record], single: list[Record], scale: float = 1.0) -> None:
-    """Gradients and parameters, put together again, are those of one process; or gradients only, ``scale`` times."""
+    """Gradients and parameters are this rank's shards of those of one process; or gradients only, ``scale`` times."""
     kinds = ("result", "parameter") if scale != 1 else ("result",)
     for step, (mine, other) in enumerate(zip(ours, single, strict=True)):
         for name in (name for name in other if not name.startswith(kinds)):
             value, expected, where = mine[name], other[name], f"step {step}, {name}"
             assert (value is None) == (expected is None), f"{where}: {value} and {expected}"
             if value is not None:
-                full = value.full_tensor() if isinstance(value, DTensor) else value
-                close = torch.allclose(full, expected * scale, rtol=1e-4, atol=1e-5)
-                assert close, f"{where}: {full} is not {scale} times {expected}"
+                close = torch.allclose(local(value), shard_like(value, expected) * scale, rtol=1e-4, atol=1e-5)
+                assert close, f"{where}: {value} is not {scale} times {expected}"
+
+
+def shard_like(value: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """What this rank would hold of ``whole`` if it were distributed as ``value`` is; no communication."""
+    if not isinstance(value, DTensor):
+        return whole
+    return distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None).to_local()
 
 
 class Collectives(TorchDispatchMode):
-    """Lists the collectives issued inside: what each does, over how many ranks, and how many elements it yields."""
+    """Lists the collectives issued inside, in order: kind, elements before or after it, ranks."""
 
     KINDS = {
-        "_allgather_base_": "gather",
-        "allgather_into_tensor_coalesced_": "gather",
-        "_reduce_scatter_base_": "reduce-scatter",
-        "allreduce_": "all-reduce",
+        "c10d::_allgather_base_": "gather",
+        "c10d::allgather_into_tensor_coalesced_": "gather",
+        "c10d::_reduce_scatter_base_": "reduce-scatter",
+        "c10d::allreduce_": "all-reduce",
     }
 
     def __init__(self) -> None:
         super().__init__()
-        self.issued: list[tuple[str, int]] = []
+        self.issued: list[Event] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            name = func._schema.name.split("::")[1]
-            outputs = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-            self.issued.append((self.KINDS.get(name, name), sum(output.numel() for output in outputs)))
+            tensors = [arg if isinstance(arg, list) else [arg] for arg in args[:2]]
+            elements = max(sum(t.numel() for t in each if isinstance(t, torch.Tensor)) for each in tensors)
+            group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+            if group.size() > 1:
+                self.issued.append((self.KINDS.get(func._schema.name, func._schema.name), elements, group.size()))
         return func(*args, **(kwargs or {}))
+
+
+class Events(Collectives):
+    """Lists the matrix products as well, between which collectives are issued."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func._schema.name in ("aten::addmm", "aten::mm"):
+            self.issued.append(("product", result.numel(), 1))
+        return result
