@@ -272,7 +272,7 @@ class CountReceived(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         name = func.__name__
-        if name.startswith("allgather"):
+        if "allgather" in name:
             self.bytes += sum(out.nbytes for out in torch.utils._pytree.tree_leaves(args[0])) * (1 - 1 / self.world)
         elif name.startswith("_reduce_scatter"):
             self.bytes += args[0].nbytes * (self.world - 1)
