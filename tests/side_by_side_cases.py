@@ -134,9 +134,8 @@ CASES = {
     "leaf": (lambda: nn.Linear(12, 5), root_only),
     "leaf of one row": (lambda: nn.Linear(12, 1, bias=False), root_only),
 }
-# Not counted: where the next forward runs other modules, a gather that was started ahead of time was in vain; and a
-# module that is called twice reduces twice (see test_like_torch_schedule.py).
-NOT_COUNTED = ("subset of the blocks", "subset of a list", "tied in lists")
+# Events not counted: where the next forward runs other modules, a gather started ahead of time was in vain.
+NOT_COUNTED = ("subset of the blocks", "subset of a list")
 
 
 def iterate_for(name):
