@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from .communication import AllGather, DefaultAllGather
+from .communication import AllGather
 from .mesh_info import FSDPMeshInfo
 from .streams import Lanes
 
@@ -33,12 +33,12 @@ class Gather(Protocol):
 
 
 def launch_all_gather(
-    params: Sequence[FSDPParam], mesh_info: FSDPMeshInfo, lanes: Lanes, comm: AllGather | None
+    params: Sequence[FSDPParam], mesh_info: FSDPMeshInfo, lanes: Lanes, comm: AllGather
 ) -> Gather:
-    """Start one all-gather for all ``params`` over the shard ranks of ``mesh_info``; ``comm``: of the user's."""
+    """Start one all-gather, by ``comm``, for all ``params`` over the shard ranks of ``mesh_info``."""
     if mesh_info.shard_mesh_size == 1:
         return _NoGather(params)
-    return _FlatGather(params, mesh_info, lanes, comm or DefaultAllGather())
+    return _FlatGather(params, mesh_info, lanes, comm)
 
 
 class _NoGather:
@@ -93,7 +93,6 @@ def _as_sent(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _common_dtype(tensors: list[torch.Tensor]) -> torch.dtype:
-    """In which they can be sent together: as bytes if they differ, or if
-    transports might not know their dtype. A gather does not compute."""
+    """In which they are sent together: as bytes if they differ, or if a transport might not know their dtype."""
     dtypes = {tensor.dtype for tensor in tensors}
     return dtypes.pop() if len(dtypes) == 1 and dtypes <= _WIRE_DTYPES else torch.uint8

@@ -56,10 +56,14 @@ class ReduceScatter(Comm):
         """Fill ``output_tensor``, 1-D, with this rank's part of the inputs of all ranks reduced with ``op``."""
 
 
-class DefaultAllGather(AllGather):
+class _Allocator:
+    """Buffers from torch's usual allocator."""
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
+
+class DefaultAllGather(_Allocator, AllGather):
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -70,10 +74,7 @@ class DefaultAllGather(AllGather):
         return dist.all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
-class DefaultReduceScatter(ReduceScatter):
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
+class DefaultReduceScatter(_Allocator, ReduceScatter):
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -105,38 +106,23 @@ class ProcessGroupReduceScatter(_ProcessGroupAllocator, DefaultReduceScatter):
 
 
 class _SymmetricMemoryAllocator:
-    """Buffers from a pool of symmetric memory, which all ranks of the group map."""
+    """Buffers from a pool of symmetric memory, which all ranks of the group map and know of each other's."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
+        self._group = group
         torch_compat.use_symmetric_memory(backend)
         dist.barrier(group)  # makes the communicator, without which the ranks cannot find each other's buffers
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         with torch_compat.symmetric_memory_pool(device):
-            return torch.empty(*size, dtype=dtype, device=device)
+            buffer = torch.empty(*size, dtype=dtype, device=device)
+        torch_compat.rendezvous(buffer, self._group)
+        return buffer
 
 
 class SymmetricMemoryAllGather(_SymmetricMemoryAllocator, DefaultAllGather):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        torch_compat.rendezvous(output_tensor, group)  # the input is a part of it
-        return super().__call__(output_tensor, input_tensor, group, async_op)
+    pass
 
 
 class SymmetricMemoryReduceScatter(_SymmetricMemoryAllocator, DefaultReduceScatter):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        torch_compat.rendezvous(input_tensor, group)
-        torch_compat.rendezvous(output_tensor, group)
-        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+    pass

@@ -13,6 +13,7 @@ from typing_extensions import deprecated
 
 from .communication import (
     AllGather,
+    DefaultAllGather,
     DefaultReduceScatter,
     ProcessGroupAllGather,
     ProcessGroupReduceScatter,
@@ -172,7 +173,7 @@ class FSDPModule:
         for group in groups:
             shard_group = group.mesh_info.shard_process_group
             if not enable or shard_group is None:
-                group.all_gather_comm, group.reduce_scatter_comm = None, DefaultReduceScatter()
+                group.all_gather_comm, group.reduce_scatter_comm = DefaultAllGather(), DefaultReduceScatter()
                 continue
             group.all_gather_comm = ProcessGroupAllGather(shard_group)
             group.reduce_scatter_comm = ProcessGroupReduceScatter(group.reduce_scatter_group or shard_group)

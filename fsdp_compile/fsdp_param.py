@@ -128,7 +128,7 @@ class FSDPParam:
         data = local.new_zeros(self.layout.padded_sharded_size)
         mine = self.layout.shard_of(local)
         if mine is not None and not param.is_meta:
-            data.narrow(self.layout.shard_dim, 0, mine.size(self.layout.shard_dim)).copy_(mine)
+            self.layout.without_padding(data).copy_(mine)
         data = self._to_shard_device(data)
         shard = self.layout.to_sharded_dtensor(self.layout.without_padding(data))
         self.sharded_param = nn.Parameter(shard, requires_grad=param.requires_grad)
@@ -138,11 +138,13 @@ class FSDPParam:
     def _to_shard_device(self, data: torch.Tensor) -> torch.Tensor:
         if data.is_meta:
             return data
-        data = data.to(self.shard_device) if data.device != self.shard_device else data
-        return data.pin_memory() if self.pinned and not data.is_pinned() else data
+        return self._pin_if_wanted(data.to(self.shard_device) if data.device != self.shard_device else data)
+
+    def _pin_if_wanted(self, data: torch.Tensor) -> torch.Tensor:
+        return data.pin_memory() if self.pinned and data.device.type == "cpu" and not data.is_pinned() else data
 
     def _set_sharded_data(self, data: torch.Tensor) -> None:
-        self.padded_sharded_tensor = data.detach()
+        self.sharded_data = data.detach()  # padded, of size `layout.padded_sharded_size`
         self.has_extension = has_extension(self.name, data)
         with torch.inference_mode(False):
             # A Parameter, because Dynamo takes the sizes of those as static.
@@ -160,19 +162,8 @@ class FSDPParam:
         self._sharded_leaf = leaf
         self.update_recipe()
 
-    @property
-    def sharded_data(self) -> torch.Tensor:
-        """The padded shard, of size ``layout.padded_sharded_size``.
-
-        Raises:
-            RuntimeError: it is not where the shard should be.
-        """
-        if self.padded_sharded_tensor.device != self.shard_device:
-            raise RuntimeError(self._why_misplaced())
-        return self.padded_sharded_tensor
-
     def _why_misplaced(self) -> str:
-        if self.padded_sharded_tensor.is_meta:
+        if self.sharded_data.is_meta:
             return (
                 f"Parameter {self.name} is still on the meta device. Give it memory with module.to_empty(device=...), "
                 "then values, by a state dict or by the modules' reset_parameters()."
@@ -180,7 +171,7 @@ class FSDPParam:
         reason = "its module is under CPUOffloadPolicy" if self.offloaded else "that is the device of the mesh"
         return (
             f"The shard of parameter {self.name} should be on {self.shard_device}, as {reason}, but it is on "
-            f"{self.padded_sharded_tensor.device}. Move the module there, or load a state dict that is there."
+            f"{self.sharded_data.device}. Move the module there, or load a state dict that is there."
         )
 
     @property
@@ -211,8 +202,7 @@ class FSDPParam:
         if local.size() != self.layout.padded_sharded_size or not local.is_contiguous():
             data = local.new_zeros(self.layout.padded_sharded_size)
             self.layout.without_padding(data).copy_(local)
-        if self.pinned and not data.is_pinned():
-            data = data.cpu().pin_memory()
+        data = self._pin_if_wanted(data)
         self._set_sharded_data(data)
         if data is not local:
             torch_compat.set_local_tensor(registered, self.layout.without_padding(data))
@@ -229,7 +219,7 @@ class FSDPParam:
             self.refresh_sharded_param()
 
     def _shares_storage(self, local: torch.Tensor) -> bool:
-        mine, theirs = self.padded_sharded_tensor, local
+        mine, theirs = self.sharded_data, local
         if mine.is_meta and theirs.is_meta:
             return True
         same_kind = type(mine) is type(theirs) and mine.device == theirs.device and mine.dtype == theirs.dtype
@@ -273,9 +263,15 @@ class FSDPParam:
         return self._gathered_stamp != write_stamp(self.sharded_param)
 
     def all_gather_inputs(self) -> list[torch.Tensor]:
-        """What this rank contributes, on the compute device; in state ``SHARDED_POST_FORWARD`` the slice, 1-D."""
+        """What this rank contributes, on the compute device; in state ``SHARDED_POST_FORWARD`` the slice, 1-D.
+
+        Raises:
+            RuntimeError: the shard is not where it should be.
+        """
         if self._post_forward_data is not None:
             return [self._post_forward_data]
+        if self.sharded_data.device != self.shard_device:
+            raise RuntimeError(self._why_misplaced())
         self._gathered_stamp = write_stamp(self.sharded_param)
         unsharding = self._unsharding
         if unsharding is None or not unsharding.fits(self):
@@ -284,7 +280,7 @@ class FSDPParam:
         return unsharding.inputs()
 
     def all_gather_outputs(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Room for the ``inputs`` of all ranks; an all-gather may write to it until ``to_unsharded``."""
+        """Room for the ``inputs`` of all ranks; ``finish_unshard`` makes the unsharded parameter of it."""
         assert self._unsharding is not None
         return self._unsharding.outputs(inputs, whole=self._post_forward_data is not None)
 

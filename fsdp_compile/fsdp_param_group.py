@@ -51,7 +51,7 @@ class FSDPParamGroup:
         self.all_reduce_hook_stream: torch.Stream | None = None
         self.reduce_scatter_unused_params = False
         self.reshard_after_backward = True
-        self.all_gather_comm: AllGather | None = None  # none but the default
+        self.all_gather_comm: AllGather = DefaultAllGather()
         self.reduce_scatter_comm: ReduceScatter = DefaultReduceScatter()
         self.params = [
             FSDPParam(param, owners, layout, mesh_info, device, mp_policy, offload_policy)
@@ -109,9 +109,8 @@ class FSDPParamGroup:
     @property
     def has_custom_communication(self) -> bool:
         """Whether the user set a communication of their own."""
-        return not isinstance(self.all_gather_comm, (DefaultAllGather, type(None))) or not isinstance(
-            self.reduce_scatter_comm, DefaultReduceScatter
-        )
+        ours = isinstance(self.all_gather_comm, DefaultAllGather)
+        return not (ours and isinstance(self.reduce_scatter_comm, DefaultReduceScatter))
 
     @property
     def copies_late(self) -> bool:

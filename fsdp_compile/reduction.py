@@ -82,7 +82,8 @@ class Route:
     all_reduce: bool
 
 
-class Gradient(NamedTuple):
+@dataclass
+class Gradient:
     """One parameter's part in a reduction.
 
     Attributes:
@@ -152,6 +153,7 @@ class Reduction:
         for gradient, part in zip(gradients, table.split(self._sizes, dim=1), strict=True):
             if gradient.local is not None:
                 _pack(gradient.local, part, gradient.param.layout)
+                gradient.local = None  # its memory is not needed any more
             else:
                 part.fill_(0.0 if gradient.is_present else -0.0)
         _mark_present(table, self._sizes, self._present)
@@ -171,7 +173,8 @@ class Reduction:
                 if partial is not None:
                     part.add_(partial)
             if not route.all_reduce:
-                self._keep_partial(reduced, self._present_on_any_rank(reduced))
+                for param, part in self._with_gradient(reduced, self._present_on_any_rank(reduced)):
+                    param.add_partial_grad(part)
                 return
         if route.replicate_group is not None and route.replicate_group.size() > 1:
             with lane.on():
@@ -187,7 +190,10 @@ class Reduction:
             with lane.on():
                 route.hook(reduced)
         with lane.on():
-            self._hand_out(reduced, present)
+            if route.scaling.post != 1:
+                reduced.div_(route.scaling.post)
+            for param, part in self._with_gradient(reduced, present):
+                param.accumulate_sharded_grad(part)
         if lanes.in_streams:
             yield lane.mark()
 
@@ -212,17 +218,11 @@ class Reduction:
         parts = reduced.split(self._sizes)
         return [here or not _is_absent(part) for here, part in zip(self._present, parts, strict=True)]
 
-    def _keep_partial(self, reduced: torch.Tensor, present: list[bool]) -> None:
+    def _with_gradient(self, reduced: torch.Tensor, present: list[bool]) -> Iterator[tuple[FSDPParam, torch.Tensor]]:
+        """The parameters that have a gradient, each with its part of ``reduced``."""
         for param, part, has_grad in zip(self._params, reduced.split(self._sizes), present, strict=True):
             if has_grad:
-                param.add_partial_grad(part)
-
-    def _hand_out(self, reduced: torch.Tensor, present: list[bool]) -> None:
-        if self._route.scaling.post != 1:
-            reduced.div_(self._route.scaling.post)
-        for param, part, has_grad in zip(self._params, reduced.split(self._sizes), present, strict=True):
-            if has_grad:
-                param.accumulate_sharded_grad(part)
+                yield param, part
 
 
 def _mark_present(table: torch.Tensor, sizes: list[int], present: list[bool]) -> None:

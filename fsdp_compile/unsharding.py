@@ -1,6 +1,6 @@
 """How what an all-gather brings becomes the unsharded tensor of one parameter.
 
-    dimension 0:      ranks' shards one after the other are the tensor, with padding only at its end: no copy
+    dimension 0:      ranks' shards one after the other are the tensor, with padding only at its end
     another:          shards ─ concatenate on that dimension ─> tensor
     an extension:     whatever the user's tensor subclass sends ─ its ``fsdp_post_all_gather`` ─> tensor
 
@@ -60,7 +60,7 @@ class Unsharding(ABC):
 
 
 class PlainUnsharding(Unsharding):
-    """Of a plain tensor in dtype ``dtype``."""
+    """Of a plain tensor, in the parameter's compute dtype."""
 
     def __init__(self, param: FSDPParam) -> None:
         self._param, self._layout = param, param.layout
@@ -159,7 +159,7 @@ class ExtensionUnsharding(Unsharding):
         if not layout.padding:
             return
         shortest = layout.sharded_size_of(layout.world_size - 1)[0]
-        padded = self._param.padded_sharded_tensor
+        padded = self._param.sharded_data
         full, short = (self._pre_all_gather(padded.narrow(0, 0, rows))[0] for rows in (padded.size(0), shortest))
         if [tensor.size() for tensor in full] != [tensor.size() for tensor in short]:
             raise RuntimeError(
