@@ -24,11 +24,11 @@ STEPS = 20
 STAYS = {"detach", "clone", "new_zeros", "slice", "split", "view", "as_strided", "_to_copy"}  # results are of the class
 
 
-class Int8Gathered(torch.Tensor):
-    """A float32 matrix of size (rows, columns) that is all-gathered as int8 with a scale for each row."""
+class Wrapper(torch.Tensor):
+    """A tensor of a class of its own, and kept so by all operations that sharding needs; compute sees what it wraps."""
 
     @staticmethod
-    def __new__(cls, data: torch.Tensor) -> Int8Gathered:
+    def __new__(cls, data: torch.Tensor) -> Wrapper:
         return torch.Tensor._make_wrapper_subclass(
             cls, data.size(), data.stride(), data.storage_offset(), dtype=data.dtype, device=data.device
         )
@@ -36,8 +36,31 @@ class Int8Gathered(torch.Tensor):
     def __init__(self, data: torch.Tensor) -> None:
         self.wrapped = data
 
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["wrapped"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Wrapper:
+        return cls(inner["wrapped"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain_args, plain_kwargs = tree_map_only(Wrapper, lambda t: t.wrapped, (args, kwargs or {}))
+        result = func(*plain_args, **plain_kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        if name == "copy_":
+            return args[0]
+        return tree_map_only(torch.Tensor, cls, result) if name in STAYS else result
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.wrapped})"
+
+
+class Int8Gathered(Wrapper):
+    """A matrix of size (rows, columns) that is all-gathered as int8 with a float32 scale for each row."""
+
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], None]:
-        """What this rank sends of its shard, padded to equal size on all ranks by zeros if need be."""
+        """What this rank sends of its shard; as it does not pad, the ranks must divide the rows."""
         exact = self.wrapped.float()  # in bfloat16 the largest weight might be rounded up to 128, which is no int8
         scale = (exact.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
         return ((exact / scale[:, None]).round().to(torch.int8), scale), None
@@ -53,25 +76,6 @@ class Int8Gathered(torch.Tensor):
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
             out.copy_(weight)
         return None
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["wrapped"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Int8Gathered:
-        return cls(inner["wrapped"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain_args, plain_kwargs = tree_map_only(Int8Gathered, lambda t: t.wrapped, (args, kwargs or {}))
-        result = func(*plain_args, **plain_kwargs)
-        name = func._schema.name.removeprefix("aten::")
-        if name == "copy_":
-            return args[0]
-        return tree_map_only(torch.Tensor, cls, result) if name in STAYS else result
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"Int8Gathered({self.wrapped})"
 
 
 def gather_as_int8(model: nn.Module) -> None:

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from models import Net, shard
-from side_by_side import LIBRARIES, Collectives, api_of, assert_same, build, loss_of, one_batch, side_by_side, train
+from side_by_side import LIBRARIES, api_of, assert_same, build, loss_of, one_batch, side_by_side, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_api as torch_api
 
 import fsdp_compile
-from fsdp_compile import MixedPrecisionPolicy, fully_shard
 
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
@@ -34,7 +32,8 @@ def recording(library: Any) -> tuple[Any, Any]:
 
     class Gather(Kept, api.AllGather):
         def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
-            assert output_tensor.data_ptr() <= input_tensor.data_ptr() < output_tensor.data_ptr() + 1e9
+            mine = output_tensor.chunk(group.size())[group.rank()]
+            assert mine.data_ptr() == input_tensor.data_ptr() and mine.numel() == input_tensor.numel()
             self.asked.append("gather")
             return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
@@ -174,80 +173,3 @@ def set_event() -> None:
 
 def test_post_optim_event(ranks2) -> None:
     ranks2.run(set_event)
-
-
-def offload(policy: dict[str, Any], steps: int = 3) -> None:
-    """Shards, gradients and optimizer states on the host; the same values as without."""
-    model = build(fsdp_compile, offload_policy=fsdp_compile.CPUOffloadPolicy(**policy))
-    assert_same(train(model, steps=steps), train(build(torch_fsdp), steps=steps))
-    optimizer = torch.optim.Adam(model.parameters())
-    one_batch(model, 0, lambda step: torch.ones(4, 12))
-    optimizer.step()
-    for param in model.parameters():
-        states = [value for value in optimizer.state[param].values() if value.dim()]
-        assert {param.device.type, param.grad.device.type, *(state.device.type for state in states)} == {"cpu"}
-
-
-@pytest.mark.parametrize("policy", [{}, {"pin_memory": True}, {"pin_memory": False}])
-def test_cpu_offload(ranks2, policy: dict[str, Any]) -> None:
-    ranks2.run(offload, policy)
-
-
-def refuse_misplaced() -> None:
-    kwargs = {"offload_policy": fsdp_compile.CPUOffloadPolicy(), "mp_policy": MixedPrecisionPolicy()}
-    model = shard(Net(), fully_shard, **kwargs)
-    model.to("meta")
-    with pytest.raises(RuntimeError, match=r"inp\.weight is still on the meta device.*to_empty"):
-        model(torch.ones(4, 12))
-    model = shard(Net(), fully_shard, **kwargs)
-    loss = loss_of(model(torch.ones(4, 12)))
-    model.head.bias.grad = torch.zeros_like(model.head.bias)
-    model.head.bias.grad._local_tensor = model.head.bias.grad.to_local().to("meta")
-    with pytest.raises(RuntimeError, match=r"gradient of parameter head\.bias was left on meta.*on cpu"):
-        loss.backward()
-
-
-def test_misplaced_shards_and_gradients_are_named(ranks2) -> None:
-    ranks2.run(refuse_misplaced)
-
-
-def ranks_use_different_parameters(world: int, unused_too: bool) -> None:
-    """A parameter that only some ranks use has the gradient of those; one that nobody uses has none."""
-    torch.manual_seed(0)
-    model = fully_shard(Choice())
-    model.set_reduce_scatter_unused_params(unused_too)
-    rank = dist.get_rank()
-    with Collectives() as counted:
-        for use in (rank % 2 == 0, rank == world - 1):
-            model(torch.ones(2, 12), "left" if use else "right").sum().backward()
-    torch.manual_seed(0)
-    single = Choice()
-    for chooses in (lambda r: r % 2 == 0, lambda r: r == world - 1):
-        for r in range(world):
-            (single(torch.ones(2, 12), "left" if chooses(r) else "right").sum() / world).backward()
-    for (name, mine), theirs in zip(model.named_parameters(), single.parameters(), strict=True):
-        if name.startswith("never"):
-            assert theirs.grad is None and (mine.grad is None) == (not unused_too)
-        else:
-            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
-    assert counted.issued == gathered_from_all(counted.issued)[0]
-
-
-def gathered_from_all(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-class Choice(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right, self.never = (torch.nn.Linear(12, 5) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, which: str) -> torch.Tensor:
-        return getattr(self, which)(x)
-
-
-@pytest.mark.parametrize("unused_too", [False, True])
-def test_ranks_that_use_different_parameters(ranks4, unused_too: bool) -> None:
-    ranks4.run(ranks_use_different_parameters, 4, unused_too)

@@ -25,7 +25,7 @@ class Mixed(Net):
 
 def train_mixed(backend: str | None) -> None:
     torch.manual_seed(0)
-    model, single = shard(Mixed(), fully_shard), Mixed()
+    model = shard(Mixed(), fully_shard)
     torch.manual_seed(0)
     single = Mixed()
     forward = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)

@@ -1,0 +1,54 @@
+"""Parameters that only some ranks use, or none: the right gradient or none, by the same collectives on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from side_by_side import Collectives
+
+from fsdp_compile import fully_shard
+
+
+def ranks_use_different_parameters(world: int, unused_too: bool) -> None:
+    """A parameter that only some ranks use has the gradient of those; one that nobody uses has none."""
+    torch.manual_seed(0)
+    model = fully_shard(Choice())
+    model.set_reduce_scatter_unused_params(unused_too)
+    rank = dist.get_rank()
+    with Collectives() as counted:
+        for use in (rank % 2 == 0, rank == world - 1):
+            model(torch.ones(2, 12), "left" if use else "right").sum().backward()
+    torch.manual_seed(0)
+    single = Choice()
+    for chooses in (lambda r: r % 2 == 0, lambda r: r == world - 1):
+        for r in range(world):
+            (single(torch.ones(2, 12), "left" if chooses(r) else "right").sum() / world).backward()
+    for (name, mine), theirs in zip(model.named_parameters(), single.parameters(), strict=True):
+        if name.startswith("never"):
+            assert theirs.grad is None and (mine.grad is None) == (not unused_too)
+        else:
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+    assert counted.issued == gathered_from_all(counted.issued)[0]
+
+
+def gathered_from_all(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+class Choice(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.never = (torch.nn.Linear(12, 5) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, which: str) -> torch.Tensor:
+        return getattr(self, which)(x)
+
+
+@pytest.mark.parametrize("unused_too", [False, True])
+def test_ranks_that_use_different_parameters(ranks4, unused_too: bool) -> None:
+    ranks4.run(ranks_use_different_parameters, 4, unused_too)
