@@ -40,13 +40,46 @@ def gathered_from_all(value: Any) -> list[Any]:
     return values
 
 
+def only_the_first_rank_has_gradients() -> None:
+    """The others come through the module without using a parameter of it."""
+    model = fully_shard(Choice())
+    x = torch.ones(2, 12, requires_grad=True)
+    model(x, "left" if dist.get_rank() == 0 else "nothing").sum().backward()
+    expected = torch.full((5, 12), 2 / dist.get_world_size())
+    assert torch.equal(model.left.weight.grad.full_tensor(), expected)
+    assert model.right.weight.grad is None
+
+
+def test_a_rank_without_any_gradient(ranks4) -> None:
+    ranks4.run(only_the_first_rank_has_gradients)
+
+
+class Gate(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.weight = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
+
+    def forward(self, scale: torch.Tensor | None) -> torch.Tensor:
+        return self.weight.sum() + (0 if scale is None else (self.gate * scale).sum())
+
+
+def negative_zeros_are_a_gradient() -> None:
+    model = fully_shard(Gate())
+    model(torch.full((8,), -0.0) if dist.get_rank() == 0 else None).backward()
+    assert torch.equal(model.gate.grad.full_tensor(), torch.zeros(8))
+
+
+def test_a_gradient_of_negative_zeros_is_not_absent(ranks4) -> None:
+    ranks4.run(negative_zeros_are_a_gradient)
+
+
 class Choice(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right, self.never = (torch.nn.Linear(12, 5) for _ in range(3))
 
     def forward(self, x: torch.Tensor, which: str) -> torch.Tensor:
-        return getattr(self, which)(x)
+        return x * 2 if which == "nothing" else getattr(self, which)(x)
 
 
 @pytest.mark.parametrize("unused_too", [False, True])

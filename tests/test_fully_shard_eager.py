@@ -52,6 +52,23 @@ def _stale():
     assert torch.equal(model(batch(9)), reference(batch(9)))
 
 
+def test_a_copy_kept_over_a_backward_is_never_stale(ranks2):
+    ranks2.run(_stale_over_backward)
+
+
+def _stale_over_backward():
+    """Also if the optimizer writes in a way that no version counter shows."""
+    model, reference = build(), build()
+    model.set_reshard_after_backward(False)
+    for each in (model, reference):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1, foreach=True)
+        for step in range(3):
+            each(my_part(batch(step))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(model(batch(9)), reference(batch(9)))
+
+
 def test_an_unused_gather_ends_with_the_backward(ranks2):
     ranks2.run(_unused_gather)
 

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import fsdp_compile
 from fsdp_compile import fully_shard, register_fsdp_forward_method
-from fsdp_compile.nested import cast_floating_point
+from fsdp_compile.nested import cast_floating_point, map_tensors
 
 ONES = torch.ones(4, 12)
 
@@ -53,7 +53,9 @@ def writes_that_no_version_shows() -> None:
     first = model(ONES).detach()  # with gradients, but without a backward
     with torch.no_grad():
         torch._foreach_mul_(list(model.parameters()), 2.0)
-    assert not torch.equal(model(ONES), first)
+    doubled = model(ONES)
+    model.reshard()
+    assert torch.equal(doubled, model(ONES)) and not torch.equal(doubled, first)
     with torch.no_grad():
         for param in model.parameters():
             param.to_local().mul_(0.5)
@@ -194,3 +196,5 @@ def test_packed_sequences() -> None:
     packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
     cast = cast_floating_point(torch.bfloat16, packed)
     assert cast.data.dtype == torch.bfloat16 and cast.batch_sizes is packed.batch_sizes
+    moved = map_tensors(lambda tensor: tensor.to("meta"), packed)  # but for the sizes, which belong on the host
+    assert moved.data.is_meta and moved.batch_sizes is packed.batch_sizes
