@@ -63,8 +63,7 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free this module's unsharded parameters (not its FSDP submodules')."""
-        for group in self._fsdp_state.groups:
-            group.reshard()
+        self._fsdp_state.reshard()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients, over shard ranks and over replicas; if not, they accumulate unsharded in
@@ -80,9 +79,8 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this module's summed gradients by ``factor`` instead of the number of data-parallel ranks."""
         for group in self._groups(recurse=False):
-            for param in group.params:
-                param.gradient_divide_factor = factor
-                param.update_recipe()
+            group.reduction.divide_factor = factor
+            group.update_recipes()
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -92,9 +90,8 @@ class FSDPModule:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce this module's gradients with sums only and divide separately, as some transports need."""
         for group in self._groups(recurse=False):
-            for param in group.params:
-                param.force_sum_reduction = enable
-                param.update_recipe()
+            group.reduction.force_sum = enable
+            group.update_recipes()
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -195,7 +192,7 @@ class FSDPModule:
             if shard_group is None:
                 continue
             group.all_gather_comm = SymmetricMemoryAllGather(shard_group, backend)
-            if all(param.force_sum_reduction for param in group.params):
+            if group.reduction.force_sum:
                 reduce_group = group.reduce_scatter_group or shard_group
                 group.reduce_scatter_comm = SymmetricMemoryReduceScatter(reduce_group, backend)
 
@@ -269,9 +266,11 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # `.to(...)`, `to_empty` and friends must see sharded parameters, and give their data new storage.
         states = list(self._states(recurse=True))
-        reshard(states)
+        for state in states:
+            state.reshard()
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        refresh(states)
+        for state in states:
+            state.refresh()
         return result
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -348,16 +347,3 @@ def states_under(modules: Iterable[nn.Module]) -> Iterator[FSDPState]:
         if isinstance(module, FSDPModule):
             seen.setdefault(id(module._fsdp_state), module._fsdp_state)
     yield from seen.values()
-
-
-def reshard(states: Iterable[FSDPState]) -> None:
-    for state in states:
-        for group in state.groups:
-            group.reshard()
-
-
-def refresh(states: Iterable[FSDPState]) -> None:
-    for state in states:
-        for group in state.groups:
-            for param in group.params:
-                param.refresh_sharded_param()

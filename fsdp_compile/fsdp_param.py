@@ -21,22 +21,20 @@ that references which autograd saved stay valid. The traced executor makes a new
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Iterator
 from enum import Enum, auto
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from . import torch_compat
 from .mesh_info import FSDPMeshInfo
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from .reduction import Scaling, scaling_for
+from .reduction import ReductionSettings, Scaling, scaling_for
 from .sharded_layout import ShardedLayout
+from .shared_parameters import origin_of
 from .staleness import write_stamp
 from .traced_unshard import UnshardFunction
 from .tracing import tagged, write_recipe
@@ -67,6 +65,7 @@ class FSDPParam:
         device: where compute happens.
         mp_policy: dtypes of gather and reduction.
         offload_policy: where the shard lives.
+        reduction: what the user has set for its group; ``update_recipe`` when it changes.
     """
 
     def __init__(
@@ -78,12 +77,14 @@ class FSDPParam:
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
+        reduction: ReductionSettings,
     ) -> None:
         self.owners = owners
         self.layout = layout
         self.mesh_info = mesh_info
         self.device = device
         self.mp_policy = mp_policy
+        self.reduction = reduction
         self.offloaded = isinstance(offload_policy, CPUOffloadPolicy)
         self.shard_device = torch.device("cpu") if self.offloaded else device
         self.pinned = self.offloaded and offload_policy.pin_memory and torch.accelerator.is_available()  # type: ignore[attr-defined]
@@ -92,9 +93,6 @@ class FSDPParam:
         self._tag: dict[str, Any] = {}  # what graph nodes made for this parameter carry
         self.recipe = ""  # for graphs; see `write_recipe`
         self.sharded_state = ShardedState.SHARDED
-        self.gradient_divide_factor: float | None = None
-        self.force_sum_reduction = False
-        self.reduce_scatter_group: dist.ProcessGroup | None = None  # one of its own, apart from the all-gathers'
         self.accumulated_grad: torch.Tensor | None = None  # unsharded, in reduce_dtype; from backwards without sync
         self._partial_grad: torch.Tensor | None = None  # reduced over the shard ranks, not yet over the replicas
         self._post_forward_data: torch.Tensor | None = None  # slice of the unsharded data, among fewer ranks
@@ -235,7 +233,7 @@ class FSDPParam:
     def update_recipe(self) -> None:
         """Write down for graphs how to unshard and to reduce; to be called when any of it changes."""
         gather_group = self.mesh_info.shard_process_group
-        reduce_group = self.reduce_scatter_group or gather_group
+        reduce_group = self.reduction.separate_group or gather_group
         if gather_group is None or reduce_group is None:
             return  # nothing is gathered
         rows, world, padding = self.layout.size[0], self.layout.world_size, self.layout.padding
@@ -248,7 +246,7 @@ class FSDPParam:
     def scaling(self) -> Scaling:
         """How this parameter's gradient is averaged."""
         ranks = self.layout.world_size * self.mesh_info.replicate_mesh_size
-        return scaling_for(self.reduce_dtype, ranks, self.gradient_divide_factor, self.force_sum_reduction)
+        return scaling_for(self.reduce_dtype, ranks, self.reduction.divide_factor, self.reduction.force_sum)
 
     def register(self, tensor: torch.Tensor) -> None:
         """Make ``tensor`` the parameter that every owning module sees."""
@@ -422,27 +420,3 @@ class FSDPParam:
 
     def __repr__(self) -> str:
         return f"FSDPParam({self.name}, {tuple(self.layout.global_size)}, {self.sharded_state.name})"
-
-
-def shared_owners(modules: list[nn.Module], params: list[nn.Parameter]) -> Iterator[list[tuple[nn.Module, str]]]:
-    """For each of ``params``, every (module, name) under ``modules`` that holds it, in order of traversal."""
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {param: [] for param in params}
-    seen: dict[nn.Module, None] = {}
-    for root in modules:
-        for module in root.modules():
-            seen.setdefault(module)
-    for module in seen:
-        for name, param in module._parameters.items():
-            if param in owners:
-                owners[param].append((module, name))
-    return iter(owners.values())
-
-
-_origins = itertools.count()
-
-
-def origin_of(param: nn.Parameter) -> int:
-    """A number that names the original parameter ``param``, to recognize it in other modules after it was sharded."""
-    if not hasattr(param, "_fsdp_origin"):
-        param._fsdp_origin = next(_origins)  # type: ignore[attr-defined]
-    return param._fsdp_origin  # type: ignore[attr-defined]

@@ -11,11 +11,12 @@ import torch.nn as nn
 
 from .all_gather import Gather, launch_all_gather
 from .communication import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter
-from .fsdp_param import FSDPParam, ShardedState, shared_owners
+from .fsdp_param import FSDPParam, ShardedState
 from .mesh_info import FSDPMeshInfo
 from .policies import MixedPrecisionPolicy, OffloadPolicy
-from .reduction import Gradient, Reduction, Route
+from .reduction import Gradient, Reduction, ReductionSettings, Route
 from .sharded_layout import ShardedLayout
+from .shared_parameters import shared_owners
 from .streams import Lane, Lanes
 from .tracing import frees_are_restored, trace_token, warn_once
 
@@ -45,6 +46,7 @@ class FSDPParamGroup:
         self.post_forward_mesh_info = post_forward_mesh_info
         self.group_id = next(_group_ids)
         self.name = ""
+        self.reduction = ReductionSettings()
         self.reduce_grads = True
         self.all_reduce_grads = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
@@ -54,7 +56,7 @@ class FSDPParamGroup:
         self.all_gather_comm: AllGather = DefaultAllGather()
         self.reduce_scatter_comm: ReduceScatter = DefaultReduceScatter()
         self.params = [
-            FSDPParam(param, owners, layout, mesh_info, device, mp_policy, offload_policy)
+            FSDPParam(param, owners, layout, mesh_info, device, mp_policy, offload_policy, self.reduction)
             for (param, layout), owners in zip(params, shared_owners(modules, [p for p, _ in params]), strict=True)
         ]
         self._gather: Gather | None = None
@@ -84,27 +86,27 @@ class FSDPParamGroup:
     @property
     def reduce_scatter_group(self) -> dist.ProcessGroup | None:
         """The group that reduces over the shard ranks: one of its own if the user wants so, else the all-gathers'."""
-        own = self.params[0].reduce_scatter_group if self.params else None
-        return own or self.mesh_info.shard_process_group
+        return self.reduction.separate_group or self.mesh_info.shard_process_group
+
+    def update_recipes(self) -> None:
+        """Tell graphs what was set."""
+        for param in self.params:
+            param.update_recipe()
 
     def set_separate_reduce_scatter_group(
         self, enable: bool, made: dict[tuple[int, ...], dist.ProcessGroup]
     ) -> None:
         """Reduce in a group apart from the all-gathers'; one for each set of ranks, which ``made`` remembers."""
         shared = self.mesh_info.shard_process_group
-        if shared is None or not self.params:
+        if shared is None:
             return
-        own = self.params[0].reduce_scatter_group
-        if enable:
-            ranks = tuple(dist.get_process_group_ranks(shared))
-            if ranks not in made:
-                made[ranks] = own or dist.new_group(
-                    list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
-                )
-            own = made[ranks]
-        for param in self.params:
-            param.reduce_scatter_group = own if enable else None
-            param.update_recipe()
+        ranks = tuple(dist.get_process_group_ranks(shared))
+        if enable and ranks not in made:
+            made[ranks] = self.reduction.separate_group or dist.new_group(
+                list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
+            )
+        self.reduction.separate_group = made[ranks] if enable else None
+        self.update_recipes()
 
     @property
     def has_custom_communication(self) -> bool:

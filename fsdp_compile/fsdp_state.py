@@ -23,6 +23,7 @@ import torch
 import torch.nn as nn
 
 from . import torch_compat
+from .execution_order import CallPrediction, ForwardOrder
 from .fsdp_param_group import FSDPParamGroup
 from .nested import cast_floating_point, map_tensors, tensors_requiring_grad
 from .policies import MixedPrecisionPolicy
@@ -34,9 +35,6 @@ UNTRACED = (
     "than the first, all-gather extensions, reshard_after_forward=<int>, set_requires_gradient_sync(False), "
     "set_all_reduce_hook and custom communication have no traced form yet"
 )
-
-
-MAX_FORWARD_ORDER = 4096
 
 
 class TrainingState(Enum):
@@ -54,11 +52,8 @@ class FSDPContext:
     def __init__(self, root: FSDPState) -> None:
         self.root = root
         self.states = [root]
-        self.forward_order: list[FSDPState] = []  # one entry a forward with gradients, since the last backward
-        self.expected_calls: list[FSDPState] = []  # those of the root's last forward, in order
-        self.calls: list[FSDPState] = []  # those of its forward under way
-        self.calls_as_expected = False
-        self.gathered_ahead: list[FSDPState] = []  # in its forward under way, as they were expected
+        self.forward_order = ForwardOrder()
+        self.prediction = CallPrediction()
         self.reductions_in_flight = 1
         self.reductions: deque[Reduction] = deque()
         self.all_reduces: deque[Reduction] = deque()
@@ -70,18 +65,6 @@ class FSDPContext:
     def lanes(self) -> Lanes:
         """Where this tree communicates; made when needed, as states are merged into larger trees at first."""
         return Lanes(self.root.device)
-
-    def record_forward(self, state: FSDPState) -> None:
-        """Note that ``state`` has run with gradients; forgets all if no backward comes in a long time."""
-        if len(self.forward_order) >= MAX_FORWARD_ORDER:
-            self.forget_forward_order()
-        state.positions.append(len(self.forward_order))
-        self.forward_order.append(state)
-
-    def forget_forward_order(self) -> None:
-        for state in self.forward_order:
-            state.positions.clear()
-        self.forward_order.clear()
 
     def settle_reductions(self, in_flight: int) -> None:
         """Move on until at most ``in_flight`` reduce-scatters, and as many all-reduces, are under way."""
@@ -120,7 +103,6 @@ class FSDPState:
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] = []  # empty: the module that ran before this one
         self.max_reductions_in_flight = 1  # each holds a buffer of the size of its group's gradients
-        self.positions: list[int] = []  # in the context's forward order, of forwards whose backward is still to come
         self._not_run: list[nn.Module] = []  # of `modules`, in the forward pass under way
         self._aliases: list[tuple[torch.Tensor, Any]] = []  # that stand for its inputs, as they were made
 
@@ -171,7 +153,7 @@ class FSDPState:
         if not torch_compat.in_backward():
             self._reshard_after_forward()
             if torch.is_grad_enabled():
-                self.context.record_forward(self)
+                self.context.forward_order.record(self)
         self._watch_outputs(output)
         self._not_run = []
         self.training_state = TrainingState.IDLE
@@ -190,11 +172,11 @@ class FSDPState:
 
     def _begin_root_forward(self) -> None:
         context = self.context
-        if self.positions and self.reshard_after_forward is None:
-            self._reshard()  # kept for the backward of a forward before; weights may have been written since, unnoticed
+        if context.forward_order.awaits_backward(self) and self.reshard_after_forward is None:
+            self.reshard()  # kept for the backward of a forward before; weights may have been written since, unnoticed
         context.lanes.after_writes(context.post_optim_event)
         context.post_optim_event = None
-        context.expected_calls, context.calls, context.calls_as_expected = context.calls, [], True
+        context.prediction.begin()
 
     def _end_root_forward(self, output: Any) -> None:
         context = self.context
@@ -202,26 +184,22 @@ class FSDPState:
             if state._not_run and state is not self:  # some of its modules ran, but not all
                 state._complete_forward(output)
         context.lanes.release_retired()
-        for state in context.gathered_ahead:
-            if state not in context.calls:  # something else than before has run
-                for group in state.groups:
-                    group.drop_unused_gather()
-        context.gathered_ahead = []
+        for state in context.prediction.gathered_in_vain:
+            for group in state.groups:
+                group.drop_unused_gather()
 
     def _expected_next(self) -> list[FSDPState]:
         """The module that ran after this one in the root's last forward, as long as this forward goes the same way.
 
         Only on CPU: in streams an all-gather starts before earlier compute is done, without being issued ahead of time.
-        The order is that of the program, hence the same on all ranks.
         """
         context = self.context
         if context.lanes.in_streams or context.root.training_state is not TrainingState.FORWARD:
             return []
-        context.calls.append(self)
-        done = len(context.calls)
-        context.calls_as_expected &= context.calls[-1:] == context.expected_calls[done - 1 : done]
-        following = context.expected_calls[done : done + 1] if context.calls_as_expected else []
-        context.gathered_ahead += [s for s in following if not any(group.is_gathering for group in s.groups)]
+        following = context.prediction.next_after(self)
+        context.prediction.note_gathered_ahead(
+            [state for state in following if not any(group.is_gathering for group in state.groups)]  # by the user
+        )
         return following
 
     def _leave_forward(self, module: nn.Module) -> bool:
@@ -240,9 +218,16 @@ class FSDPState:
             for group in state.groups:
                 group.unshard(self.context.lanes)
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
+        """Free the unsharded parameters."""
         for group in self.groups:
             group.reshard()
+
+    def refresh(self) -> None:
+        """Follow changes that others made to the sharded parameters."""
+        for group in self.groups:
+            for param in group.params:
+                param.refresh_sharded_param()
 
     def _reshard_after_forward(self) -> None:
         no_backward_follows = not torch.is_grad_enabled()
@@ -332,13 +317,9 @@ class FSDPState:
         self._queue_final_callback()
         if self.unshard_in_backward:
             self._unshard()
-        ahead = self.backward_prefetch or self._ran_before()
+        ran_before = self.context.forward_order.begin_backward(self)  # its backward is likely the next
+        ahead = self.backward_prefetch or ran_before
         self.start_unshard([state for state in ahead if state.unshard_in_backward])
-
-    def _ran_before(self) -> list[FSDPState]:
-        """The module whose forward ran before this one's: its backward is likely the next."""
-        position = self.positions.pop() if self.positions else 0
-        return [self.context.forward_order[position - 1]] if position else []
 
     def post_backward(self) -> None:
         """Reduce the gradients.
@@ -347,7 +328,7 @@ class FSDPState:
         its graph. So calls are still to come if there is no gradient yet; after the last one, this rank takes part in
         the reduction even without any, as others may have some.
         """
-        self._reduce(used=not self.positions)
+        self._reduce(used=not self.context.forward_order.awaits_backward(self))
 
     def _reduce(self, used: bool) -> None:
         self.training_state = TrainingState.POST_BACKWARD
@@ -378,7 +359,7 @@ class FSDPState:
         if any(group.copies_late for state in context.states for group in state.groups):
             torch.accelerator.current_stream().synchronize()  # the optimizer reads gradients on the host
         if context.is_last_backward:
-            context.forget_forward_order()
+            context.forward_order.forget()
         context.callback_queued = False
 
     def reset(self) -> None:
@@ -393,7 +374,7 @@ class FSDPState:
             state._not_run, state._aliases = [], []
             for group in state.groups:
                 group.drop_iteration()
-        context.forget_forward_order()
-        context.calls, context.gathered_ahead = [], []
+        context.forward_order.forget()
+        context.prediction.forget()
         context.callback_queued = False
 

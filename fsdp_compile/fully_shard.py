@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 import torch
 import torch.nn as nn
@@ -11,10 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import torch_compat
-from .fsdp_module import FSDPModule, refresh, reshard, states_under
-from .fsdp_param import FSDPParam, origin_of
+from .argument_checks import check_modules, check_parameter, check_reshard, check_types
+from .fsdp_module import FSDPModule, states_under
+from .fsdp_param import FSDPParam
 from .fsdp_param_group import FSDPParamGroup
 from .fsdp_state import FSDPState
+from .managed_modules import managed_tensors, without_descendants
 from .mesh_info import (
     DataParallelMeshDims,
     FSDPMeshInfo,
@@ -26,8 +27,8 @@ from .mesh_info import (
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .shard_placement import ShardPlacementFn, placement_of
 from .sharded_layout import ShardedLayout, layout_of
+from .shared_parameters import check_ties
 from .staleness import watch_optimizers
-from .unsharding import has_extension
 
 _fsdp_classes: dict[type[nn.Module], type[nn.Module]] = {}  # one for each module class, so that the compiler's guards,
 # which are on classes, hold for all layers of a model
@@ -106,17 +107,17 @@ def fully_shard(  # type: ignore[misc]
             parameter; the message names it. The model is left as it was.
         NotImplementedError: uneven sharding of another dimension than 0; an int for tensor-parallel parameters.
     """
-    modules = [module] if isinstance(module, nn.Module) else _without_descendants(module)
-    _check_modules(modules)
-    _check_types(mesh, mp_policy, offload_policy, ignored_params, dp_mesh_dims)
-    _check_reshard(reshard_after_forward)
+    modules = [module] if isinstance(module, nn.Module) else without_descendants(module)
+    check_modules(modules)
+    check_types(mesh, mp_policy, offload_policy, ignored_params, dp_mesh_dims)
+    check_reshard(reshard_after_forward)
     ranks = _rank_count(reshard_after_forward)
     mesh_info = mesh_info_of(mesh or default_mesh(), dp_mesh_dims)
     device = device_of(mesh_info.mesh)
-    params, buffers = _managed_tensors(modules, ignored_params or set())
-    _check_ties(modules, params)
+    params, buffers = managed_tensors(modules, ignored_params or set())
+    check_ties(_sharded_below(modules), params)
     for param, name in params.items():
-        _check_parameter(name, param, ranks)
+        check_parameter(name, param, ranks)
     members = _by_mesh(params, shard_placement_fn, mesh_info)
     post_forward = [_post_forward_mesh_info(ranks, group_mesh_info) for group_mesh_info, _ in members]
     for each in modules:
@@ -134,79 +135,9 @@ def fully_shard(  # type: ignore[misc]
     return module
 
 
-# -- checks -----------------------------------------------------------------------------------------------------------
-
-
-def _check_modules(modules: list[nn.Module]) -> None:
-    if not modules:
-        raise ValueError("fully_shard got an empty list of modules")
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            raise ValueError(f"fully_shard was already applied to this module: {type(module).__name__}")
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-            raise ValueError(f"fully_shard does not support containers without a forward: {type(module).__name__}")
-
-
-def _check_types(mesh: Any, mp_policy: Any, offload_policy: Any, ignored_params: Any, dp_mesh_dims: Any) -> None:
-    expected: list[tuple[str, Any, type, bool]] = [
-        ("mesh", mesh, DeviceMesh, True),
-        ("mp_policy", mp_policy, MixedPrecisionPolicy, False),
-        ("offload_policy", offload_policy, OffloadPolicy, False),
-        ("ignored_params", ignored_params, set, True),
-        ("dp_mesh_dims", dp_mesh_dims, DataParallelMeshDims, True),
-    ]
-    for name, value, kind, optional in expected:
-        if not isinstance(value, kind) and not (optional and value is None):
-            wanted, found = (f"{cls.__module__}.{cls.__qualname__}" for cls in (kind, type(value)))
-            raise TypeError(f"fully_shard({name}=...) takes a {wanted}, not a {found}")  # torch's own policies, say
-
-
-def _check_reshard(reshard_after_forward: Any) -> None:
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
-        raise ValueError(f"reshard_after_forward should be a bool, an int or None, not {reshard_after_forward!r}")
-
-
-def _check_ties(modules: list[nn.Module], params: dict[nn.Parameter, str]) -> None:
-    """A parameter that two groups share would become two parameters, which then go apart unnoticed."""
+def _sharded_below(modules: list[nn.Module]) -> list[FSDPParam]:
     below = {module: None for root in modules for module in root.modules()}
-    taken: dict[int, FSDPParam] = {}
-    for group in (group for state in states_under(below) for group in state.groups):
-        for param in group.params:
-            other = taken.setdefault(param.origin, param)
-            if other is not param:
-                _refuse_tie(param.name, other.name)
-    for original, name in params.items():
-        if origin_of(original) in taken:
-            _refuse_tie(name, taken[origin_of(original)].name)
-
-
-def _refuse_tie(name: str, other: str) -> NoReturn:
-    raise ValueError(
-        f"Parameter {name} is shared with {other}, which an earlier fully_shard has put in another group. Put all "
-        "modules that share a parameter in one group, with fully_shard([module, other_module]), or leave them to the "
-        "module above both."
-    )
-
-
-def _check_parameter(name: str, param: nn.Parameter, ranks: int | None) -> None:
-    if isinstance(param, DTensor) and ranks is not None:
-        raise NotImplementedError(
-            f"reshard_after_forward={ranks} is not for tensor-parallel parameters, but {name} is one"
-        )
-    if has_extension(name, torch_compat.local_tensor(param)) and ranks is not None:
-        raise NotImplementedError(
-            f"reshard_after_forward={ranks} is not for parameters with an all-gather extension: {name}"
-        )
-    if param.dim() == 0:
-        raise ValueError(f"fully_shard cannot shard the scalar parameter {name}; make it 1D with one element")
-    if not param.is_contiguous():
-        raise ValueError(
-            f"fully_shard needs contiguous parameters, but {name} has size {tuple(param.size())} "
-            f"and stride {param.stride()}"
-        )
-
-
-# -- steps ------------------------------------------------------------------------------------------------------------
+    return [param for state in states_under(below) for group in state.groups for param in group.params]
 
 
 def _by_mesh(
@@ -239,46 +170,6 @@ def _post_forward_mesh_info(ranks: int | None, mesh_info: FSDPMeshInfo) -> FSDPM
     return None if ranks in (None, 1, mesh_info.shard_mesh_size) else post_forward_mesh_info_of(ranks, mesh_info)
 
 
-def _without_descendants(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """``modules`` without duplicates and without those that lie below another of them."""
-    if not isinstance(modules, (list, tuple)) or not all(isinstance(module, nn.Module) for module in modules):
-        raise TypeError(f"fully_shard expects a module or a list of modules, not {modules!r:.100}")
-    unique = list(dict.fromkeys(modules))
-    below = {child for module in unique for child in module.modules() if child is not module}
-    return [module for module in unique if module not in below]
-
-
-def _managed_tensors(
-    modules: list[nn.Module], ignored: set[nn.Parameter]
-) -> tuple[dict[nn.Parameter, str], list[torch.Tensor]]:
-    """Parameters, with their names, and buffers of ``modules`` that no earlier ``fully_shard`` on a submodule took."""
-    params: dict[nn.Parameter, str] = {}
-    buffers: dict[torch.Tensor, None] = {}
-    for root in modules:
-        for prefix, module in _managed_modules(root):
-            for name, param in module._parameters.items():
-                if param is not None and param not in ignored:
-                    params.setdefault(param, f"{prefix}.{name}" if prefix else name)
-            buffers.update((buffer, None) for buffer in module._buffers.values() if buffer is not None)
-    return params, list(buffers)
-
-
-def _managed_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``root`` and the modules below it, named, down to those already under ``fully_shard``."""
-    seen = {root}
-    stack = [("", root)]
-    while stack:
-        prefix, module = stack.pop()
-        yield prefix, module
-        children = [
-            (f"{prefix}.{name}" if prefix else name, child)
-            for name, child in module.named_children()
-            if child not in seen and not isinstance(child, FSDPModule)
-        ]
-        seen.update(child for _, child in children)
-        stack.extend(reversed(children))
-
-
 def _move_to_device(tensors: list[torch.Tensor], device: torch.device) -> None:
     for tensor in tensors:
         if tensor.device == device or tensor.is_meta or isinstance(tensor, DTensor):
@@ -299,10 +190,10 @@ def _become_fsdp_module(module: nn.Module, state: FSDPState) -> None:
     module.__class__ = _fsdp_class_of(type(module))
     module.__dict__["_fsdp_state"] = state  # not by assignment, which a module may refuse
     # A state dict is made from, and loaded into, sharded parameters only.
-    module.register_state_dict_pre_hook(lambda *_: reshard([state]))
-    module.register_load_state_dict_pre_hook(lambda *_: reshard([state]))
+    module.register_state_dict_pre_hook(lambda *_: state.reshard())
+    module.register_load_state_dict_pre_hook(lambda *_: state.reshard())
     for owner in {owner: None for group in state.groups for param in group.params for owner, _ in param.owners}:
-        owner.register_load_state_dict_post_hook(lambda *_: refresh([state]))
+        owner.register_load_state_dict_post_hook(lambda *_: state.refresh())
 
 
 def _adopt_descendants(state: FSDPState) -> None:

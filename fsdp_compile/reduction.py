@@ -62,6 +62,21 @@ def scaling_for(dtype: torch.dtype, ranks: int, factor: float | None, force_sum:
 
 
 @dataclass
+class ReductionSettings:
+    """How the user wants the gradients of a group to be reduced.
+
+    Attributes:
+        divide_factor: what to divide their sum by; ``None``: the number of data-parallel ranks.
+        force_sum: reduce with sums only.
+        separate_group: a group of the shard ranks apart from the all-gathers', or ``None``.
+    """
+
+    divide_factor: float | None = None
+    force_sum: bool = False
+    separate_group: dist.ProcessGroup | None = None
+
+
+@dataclass
 class Route:
     """Where a group's gradients go; read when a reduction starts.
 

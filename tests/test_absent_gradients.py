@@ -40,9 +40,11 @@ def gathered_from_all(value: Any) -> list[Any]:
     return values
 
 
-def only_the_first_rank_has_gradients() -> None:
+def only_the_first_rank_has_gradients(prefetch: bool) -> None:
     """The others come through the module without using a parameter of it."""
     model = fully_shard(Choice())
+    if prefetch:
+        model.set_modules_to_backward_prefetch([model])
     x = torch.ones(2, 12, requires_grad=True)
     model(x, "left" if dist.get_rank() == 0 else "nothing").sum().backward()
     expected = torch.full((5, 12), 2 / dist.get_world_size())
@@ -50,8 +52,9 @@ def only_the_first_rank_has_gradients() -> None:
     assert model.right.weight.grad is None
 
 
-def test_a_rank_without_any_gradient(ranks4) -> None:
-    ranks4.run(only_the_first_rank_has_gradients)
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_rank_without_any_gradient(ranks4, prefetch: bool) -> None:
+    ranks4.run(only_the_first_rank_has_gradients, prefetch)
 
 
 class Gate(torch.nn.Module):
