@@ -401,7 +401,7 @@ class FSDPParam:
     def is_traceable(self) -> bool:
         """Whether its gather and the reduction of its gradient have a traced form."""
         plain = self.layout.shard_dim == 0 and self.layout.unsharded_spec is None and not self.has_extension
-        return plain and self.accumulated_grad is None
+        return plain and self.shard_device == self.device and self.accumulated_grad is None
 
     def unshard_traced(self) -> torch.Tensor:
         """Emit the all-gather into the graph being traced and give its result to the modules."""

@@ -32,8 +32,8 @@ from .streams import Lanes
 
 UNTRACED = (
     "fsdp_compile: this module's transitions run eagerly; a 2D mesh, DTensor parameters, sharding on another dimension "
-    "than the first, all-gather extensions, reshard_after_forward=<int>, set_requires_gradient_sync(False), "
-    "set_all_reduce_hook and custom communication have no traced form yet"
+    "than the first, all-gather extensions, offloading to the host, reshard_after_forward=<int>, "
+    "set_requires_gradient_sync(False), set_all_reduce_hook and custom communication have no traced form yet"
 )
 
 

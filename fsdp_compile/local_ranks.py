@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
-SETTLE = 0.5  # seconds in which a rank that was killed is seen to have ended
+SETTLE = 0.5  # seconds in which a rank that died is seen to have ended
 GRACE = 3.0  # seconds from asking a rank to end until it is killed
 
 
@@ -70,18 +70,20 @@ def _wait_for_all(ranks: list[tuple[BaseProcess, Connection]]) -> None:
                 except EOFError:
                     process.join()  # it ended without a report; its exit code says how
                 else:
-                    raise _killed_rank(running) or RankFailed(*said)
+                    raise _dead_rank(running) or RankFailed(*said)
             if process.exitcode is not None:
                 if process.exitcode != 0:
                     raise RankFailed(f"rank {rank} {_how_it_ended(process.exitcode)}")
                 del running[rank]
 
 
-def _killed_rank(running: dict[int, tuple[BaseProcess, Connection]]) -> RankFailed | None:
-    """The true cause, if a rank was killed: its connections break, and others may report that before it has ended."""
-    wait([process.sentinel for process, _ in running.values()], timeout=SETTLE)
+def _dead_rank(running: dict[int, tuple[BaseProcess, Connection]]) -> RankFailed | None:
+    """The true cause, if a rank died: its connections break, and others may report that before it has ended."""
+    ending = wait([process.sentinel for process, _ in running.values()], timeout=SETTLE)
     for rank, (process, _) in running.items():
-        if process.exitcode is not None and process.exitcode < 0:
+        if process.sentinel in ending:
+            process.join()  # its files, sentinel and sockets, are closed a little before its exit code is known
+        if process.exitcode:
             return RankFailed(f"rank {rank} {_how_it_ended(process.exitcode)}")
     return None
 
