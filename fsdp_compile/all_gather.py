@@ -13,16 +13,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from .communication import AllGather
+from .communication import WIRE_DTYPES, AllGather
 from .mesh_info import FSDPMeshInfo
 from .streams import Lanes
 
 if TYPE_CHECKING:
     from .fsdp_param import FSDPParam
-
-_WIRE_DTYPES = frozenset(
-    [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int32, torch.int64]
-)
 
 
 class Gather(Protocol):
@@ -95,4 +91,4 @@ def _as_sent(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _common_dtype(tensors: list[torch.Tensor]) -> torch.dtype:
     """In which they are sent together: as bytes if they differ, or if a transport might not know their dtype."""
     dtypes = {tensor.dtype for tensor in tensors}
-    return dtypes.pop() if len(dtypes) == 1 and dtypes <= _WIRE_DTYPES else torch.uint8
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= WIRE_DTYPES else torch.uint8

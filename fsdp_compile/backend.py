@@ -64,8 +64,7 @@ def partition(
     # A module that runs twice gathers twice, with a free in between. Merging the two would hold the parameters so long.
     with torch_compat.no_common_subexpressions() if passes.gathers_repeat(joint.graph) else nullcontext():
         forward, backward = partitioner(joint, inputs, **kwargs)
-    passes.run_forward(forward.graph, _context)
-    passes.run_backward(backward.graph, _context)
+    passes.run_parts(forward.graph, backward.graph, _context)
     for part in (forward, backward):
         _note_tags(part)
         part.recompile()

@@ -16,6 +16,11 @@ import torch.distributed as dist
 
 from . import torch_compat
 
+# In which tensors are sent as they are; others go as bytes, because a transport might not know their dtype.
+WIRE_DTYPES = frozenset(
+    [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int32, torch.int64]
+)
+
 
 class Comm(ABC):
     """A collective with its buffers."""

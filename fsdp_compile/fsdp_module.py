@@ -69,18 +69,18 @@ class FSDPModule:
         """Whether backward reduces gradients, over shard ranks and over replicas; if not, they accumulate unsharded in
         the reduce dtype."""
         for group in self._groups(recurse):
-            group.reduce_grads = group.all_reduce_grads = requires_gradient_sync
+            group.set_requires_sync(requires_gradient_sync, requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward also reduces over the replicas of a 2-D mesh; if not, gradients stay reduced over shards."""
         for group in self._groups(recurse):
-            group.all_reduce_grads = requires_all_reduce
+            group.set_requires_sync(group.reduction.reduce_grads, requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this module's summed gradients by ``factor`` instead of the number of data-parallel ranks."""
         for group in self._groups(recurse=False):
             group.reduction.divide_factor = factor
-            group.update_recipes()
+            group.traced.update()
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -91,7 +91,7 @@ class FSDPModule:
         """Reduce this module's gradients with sums only and divide separately, as some transports need."""
         for group in self._groups(recurse=False):
             group.reduction.force_sum = enable
-            group.update_recipes()
+            group.traced.update()
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -137,6 +137,7 @@ class FSDPModule:
             if stream is not None and group.mesh_info.replicate_mesh_dim is not None:
                 raise ValueError("set_all_reduce_hook takes no stream on a 2D mesh: the hook follows its all-reduce")
             group.all_reduce_hook, group.all_reduce_hook_stream = hook, stream
+            group.traced.update()
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """All-gather this module's parameters with ``comm``.
@@ -146,6 +147,7 @@ class FSDPModule:
         """
         for group in self._only_group("set_custom_all_gather"):
             group.all_gather_comm = comm
+            group.traced.update()
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce-scatter this module's gradients with ``comm``.
@@ -158,6 +160,7 @@ class FSDPModule:
         """
         for group in self._only_group("set_custom_reduce_scatter"):
             group.reduce_scatter_comm = comm
+            group.traced.update()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether buffers of this module's communication come from the process group's own allocator, if it has one.
@@ -169,11 +172,11 @@ class FSDPModule:
         self._refuse_custom_communication("set_allocate_memory_from_process_group_for_comm", groups)
         for group in groups:
             shard_group = group.mesh_info.shard_process_group
-            if not enable or shard_group is None:
-                group.all_gather_comm, group.reduce_scatter_comm = DefaultAllGather(), DefaultReduceScatter()
-                continue
-            group.all_gather_comm = ProcessGroupAllGather(shard_group)
-            group.reduce_scatter_comm = ProcessGroupReduceScatter(group.reduce_scatter_group or shard_group)
+            group.all_gather_comm, group.reduce_scatter_comm = DefaultAllGather(), DefaultReduceScatter()
+            if enable and shard_group is not None:
+                group.all_gather_comm = ProcessGroupAllGather(shard_group)
+                group.reduce_scatter_comm = ProcessGroupReduceScatter(group.reduce_scatter_group or shard_group)
+            group.traced.update()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Take the buffers of this module's all-gathers, and of its reduce-scatters if those are sums only
@@ -195,6 +198,7 @@ class FSDPModule:
             if group.reduction.force_sum:
                 reduce_group = group.reduce_scatter_group or shard_group
                 group.reduce_scatter_comm = SymmetricMemoryReduceScatter(reduce_group, backend)
+            group.traced.update()
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Have the next forward's all-gathers wait for ``event``, recorded after the optimizer step, instead of for all
@@ -227,6 +231,7 @@ class FSDPModule:
             state.reshard_after_forward = reshard_after_forward
             for group in state.groups:
                 group.post_forward_mesh_info = None
+                group.traced.update()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last of this iteration."""

@@ -15,13 +15,11 @@ Terms (after torch's FSDP2 notes):
                                  └──reshard to fewer ranks──> SHARDED_POST_FORWARD ──unshard──> UNSHARDED
 
 The eager executor builds the unsharded parameter once and afterwards only resizes its storage to zero and back, so
-that references which autograd saved stay valid. The traced executor makes a new tensor in each graph instead: there,
-`unshard_traced` and `reshard_traced` put it into the modules and take it out again.
+that references which autograd saved stay valid. The traced executor, `traced_group`, makes a new tensor in each graph.
 """
 
 from __future__ import annotations
 
-import weakref
 from enum import Enum, auto
 from typing import Any
 
@@ -36,8 +34,7 @@ from .reduction import ReductionSettings, Scaling, scaling_for
 from .sharded_layout import ShardedLayout
 from .shared_parameters import origin_of
 from .staleness import write_stamp
-from .traced_unshard import UnshardFunction
-from .tracing import tagged, write_recipe
+from .traced_param import TracedParam
 from .unsharding import ExtensionUnsharding, PlainUnsharding, Unsharding, has_extension
 
 
@@ -65,7 +62,7 @@ class FSDPParam:
         device: where compute happens.
         mp_policy: dtypes of gather and reduction.
         offload_policy: where the shard lives.
-        reduction: what the user has set for its group; ``update_recipe`` when it changes.
+        reduction: what the user has set for its group; ``traced.update()`` when it changes.
     """
 
     def __init__(
@@ -90,8 +87,7 @@ class FSDPParam:
         self.pinned = self.offloaded and offload_policy.pin_memory and torch.accelerator.is_available()  # type: ignore[attr-defined]
         self.name = owners[0][1]  # lengthened to the name from the root when a root adopts this parameter
         self.origin = origin_of(param)
-        self._tag: dict[str, Any] = {}  # what graph nodes made for this parameter carry
-        self.recipe = ""  # for graphs; see `write_recipe`
+        self.traced = TracedParam(self)
         self.sharded_state = ShardedState.SHARDED
         self.accumulated_grad: torch.Tensor | None = None  # unsharded, in reduce_dtype; from backwards without sync
         self._partial_grad: torch.Tensor | None = None  # reduced over the shard ranks, not yet over the replicas
@@ -144,21 +140,7 @@ class FSDPParam:
     def _set_sharded_data(self, data: torch.Tensor) -> None:
         self.sharded_data = data.detach()  # padded, of size `layout.padded_sharded_size`
         self.has_extension = has_extension(self.name, data)
-        with torch.inference_mode(False):
-            # A Parameter, because Dynamo takes the sizes of those as static.
-            leaf = nn.Parameter(data.detach(), requires_grad=data.is_floating_point() or data.is_complex())
-        if leaf.requires_grad:
-            this = weakref.ref(self)  # the leaf must not keep alive what owns it
-
-            def pass_on(leaf: torch.Tensor) -> None:
-                grad, leaf.grad = leaf.grad, None
-                param = this()
-                if param is not None and grad is not None:
-                    param.accumulate_sharded_grad(grad)
-
-            leaf.register_post_accumulate_grad_hook(pass_on)
-        self._sharded_leaf = leaf
-        self.update_recipe()
+        self.traced.set_data(data, self.layout.without_padding(data))
 
     def _why_misplaced(self) -> str:
         if self.sharded_data.is_meta:
@@ -205,16 +187,18 @@ class FSDPParam:
         if data is not local:
             torch_compat.set_local_tensor(registered, self.layout.without_padding(data))
 
-    def follow_replacement(self) -> None:
-        """If someone assigned another parameter to the module, make that the sharded parameter.
+    def follow_replacement(self) -> bool:
+        """If someone assigned another parameter to the module, make that the sharded parameter; whether it was so.
 
         Raises:
             RuntimeError: it is no ``DTensor``.
         """
         module, attribute = self.owners[0]
         registered = module._parameters.get(attribute, self.sharded_param)
-        if registered is not self.sharded_param and registered is not self._unsharded_param:
+        replaced = registered is not self.sharded_param and registered is not self._unsharded_param
+        if replaced:
             self.refresh_sharded_param()
+        return replaced
 
     def _shares_storage(self, local: torch.Tensor) -> bool:
         mine, theirs = self.sharded_data, local
@@ -224,24 +208,6 @@ class FSDPParam:
         if not same_kind or type(mine) is not torch.Tensor:
             return False
         return mine.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr() != 0
-
-    def set_tag(self, tag: dict[str, Any]) -> None:
-        """Set what graph nodes made for this parameter carry: see ``passes.graph_view``."""
-        self._tag = tag
-        self.update_recipe()
-
-    def update_recipe(self) -> None:
-        """Write down for graphs how to unshard and to reduce; to be called when any of it changes."""
-        gather_group = self.mesh_info.shard_process_group
-        reduce_group = self.reduction.separate_group or gather_group
-        if gather_group is None or reduce_group is None:
-            return  # nothing is gathered
-        rows, world, padding = self.layout.size[0], self.layout.world_size, self.layout.padding
-        self.recipe = write_recipe(
-            tag=self._tag,
-            unshard=[rows, padding, self.compute_dtype, world, gather_group.group_name],
-            reduce=[padding, self.reduce_dtype, *self.scaling(), world, reduce_group.group_name],
-        )
 
     def scaling(self) -> Scaling:
         """How this parameter's gradient is averaged."""
@@ -335,10 +301,19 @@ class FSDPParam:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
+    @property
+    def has_new_gradient(self) -> bool:
+        return self._unsharded_param is not None and self._unsharded_param.grad is not None
+
     def take_unsharded_grad(self) -> torch.Tensor | None:
         """Remove and return the whole gradient of the local tensor, earlier micro-batches included; or ``None``."""
         grad = self._take_accumulated_grad()
-        return None if grad is None else self.layout.local_gradient(grad)
+        return grad if grad is None else self._local_gradient(grad)
+
+    def _local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """What graphs have set aside is local already."""
+        from_graph = self.layout.unsharded_spec is not None and type(grad) is torch.Tensor
+        return grad if from_graph else self.layout.local_gradient(grad)
 
     def _take_accumulated_grad(self) -> torch.Tensor | None:
         grad, accumulated = None, self.accumulated_grad
@@ -347,6 +322,8 @@ class FSDPParam:
         self.accumulated_grad = None
         if accumulated is None or grad is None:
             return grad if accumulated is None else accumulated
+        if isinstance(grad, DTensor) and not isinstance(accumulated, DTensor):
+            grad = self._local_gradient(grad)
         return accumulated.add_(grad)
 
     def keep_unsharded_grad(self) -> None:
@@ -395,28 +372,43 @@ class FSDPParam:
         param = self.sharded_param
         return self.pinned and param.grad is None and not torch_compat.has_gradient_hooks(param)
 
-    # -- traced executor ----------------------------------------------------------------------------------------------
+    # -- gradients from graphs ----------------------------------------------------------------------------------------
 
-    @property
-    def is_traceable(self) -> bool:
-        """Whether its gather and the reduction of its gradient have a traced form."""
-        plain = self.layout.shard_dim == 0 and self.layout.unsharded_spec is None and not self.has_extension
-        return plain and self.shard_device == self.device and self.accumulated_grad is None
+    def take_reduced_grad(self, grad: torch.Tensor) -> None:
+        """A graph has reduced this gradient."""
+        self._check_settings(reduce=True, all_reduce=True)
+        self.accumulate_sharded_grad(grad)
 
-    def unshard_traced(self) -> torch.Tensor:
-        """Emit the all-gather into the graph being traced and give its result to the modules."""
-        shard = self._sharded_leaf if self.sharded_param.requires_grad else self._sharded_leaf.detach()
-        with tagged(self.recipe, "unshard"):
-            full = UnshardFunction.apply(shard, self.recipe)
-        self.register(full)
-        return full
+    def put_unsharded_grad(self, grad: torch.Tensor) -> None:
+        """A graph has not reduced this gradient: set it aside."""
+        self._check_settings(reduce=False, all_reduce=False)
+        earlier = self.take_set_aside_grad()
+        self.accumulated_grad = grad if earlier is None else earlier.add_(grad)
 
-    def reshard_traced(self, full: torch.Tensor, free: bool) -> None:
-        """Give the sharded parameter back to the modules; with ``free``, record that ``full`` holds no data now."""
-        self.register(self.sharded_param)
-        if free:
-            with tagged(self.recipe, "reshard"):
-                full.untyped_storage().resize_(0)
+    def take_set_aside_grad(self) -> torch.Tensor | None:
+        """For a graph that reduces: what earlier backwards have not, local and in the reduce dtype."""
+        accumulated, self.accumulated_grad = self.accumulated_grad, None
+        return None if accumulated is None else self._local_gradient(accumulated)
+
+    def put_partial_grad(self, grad: torch.Tensor) -> None:
+        """A graph has reduced this gradient over the shard ranks only: set it aside."""
+        self._check_settings(reduce=True, all_reduce=False)
+        self.add_partial_grad(grad.view(-1))
+
+    def take_set_aside_partial(self) -> torch.Tensor | None:
+        """For a graph that reduces over replicas: what earlier backwards have not, of the size of the sharded data."""
+        partial = self.take_partial_grad()
+        return None if partial is None else partial.view(self.layout.padded_sharded_size)
+
+    def _check_settings(self, reduce: bool, all_reduce: bool) -> None:
+        settings = self.reduction
+        wanted = settings.reduce_grads and (settings.all_reduce_grads or self.mesh_info.replicate_mesh_dim is None)
+        if settings.reduce_grads != reduce or wanted != all_reduce:
+            raise RuntimeError(
+                f"Parameter {self.name}: gradient synchronization was changed between a compiled forward and its "
+                "backward. Call set_requires_gradient_sync and set_requires_all_reduce before the forward: the graph "
+                "of its backward is chosen there."
+            )
 
     def __repr__(self) -> str:
         return f"FSDPParam({self.name}, {tuple(self.layout.global_size)}, {self.sharded_state.name})"

@@ -18,7 +18,8 @@ from .reduction import Gradient, Reduction, ReductionSettings, Route
 from .sharded_layout import ShardedLayout
 from .shared_parameters import shared_owners
 from .streams import Lane, Lanes
-from .tracing import frees_are_restored, trace_token, warn_once
+from .traced_group import TracedGroup
+from .tracing import write_tag
 
 _group_ids = itertools.count()  # ranks build their models in the same order, so they number groups alike
 
@@ -47,8 +48,6 @@ class FSDPParamGroup:
         self.group_id = next(_group_ids)
         self.name = ""
         self.reduction = ReductionSettings()
-        self.reduce_grads = True
-        self.all_reduce_grads = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.all_reduce_hook_stream: torch.Stream | None = None
         self.reduce_scatter_unused_params = False
@@ -59,10 +58,10 @@ class FSDPParamGroup:
             FSDPParam(param, owners, layout, mesh_info, device, mp_policy, offload_policy, self.reduction)
             for (param, layout), owners in zip(params, shared_owners(modules, [p for p, _ in params]), strict=True)
         ]
+        self.traced = TracedGroup(self)
+        self.traced.update()
         self._gather: Gather | None = None
         self._sliced: torch.Event | None = None  # when the slices that a reshard to fewer ranks keeps were written
-        self._traced: list[torch.Tensor] | None = None  # unsharded tensors that a graph made and modules now see
-        self._trace_token = ""
 
     def set_names(self, group_name: str, module_names: dict[nn.Module, str]) -> None:
         """Name the group and its parameters as seen from the root; graph nodes will carry these names."""
@@ -72,7 +71,8 @@ class FSDPParamGroup:
             module, attribute = next((owner for owner in param.owners if owner[0] in module_names), param.owners[0])
             prefix = module_names.get(module, "")
             param.name = f"{prefix}.{attribute}" if prefix else attribute
-            param.set_tag({"group": self.group_id, "name": group_name, "params": [param.name], "index": [index]})
+            tag = write_tag(group=self.group_id, name=group_name, params=[param.name], index=[index])
+            self.traced.tags[index] = tag
 
     @property
     def label(self) -> str:
@@ -88,10 +88,17 @@ class FSDPParamGroup:
         """The group that reduces over the shard ranks: one of its own if the user wants so, else the all-gathers'."""
         return self.reduction.separate_group or self.mesh_info.shard_process_group
 
-    def update_recipes(self) -> None:
-        """Tell graphs what was set."""
-        for param in self.params:
-            param.update_recipe()
+    def set_requires_sync(self, reduce_grads: bool, all_reduce_grads: bool) -> None:
+        """Set whether backward reduces gradients over the shard ranks, and over the replicas."""
+        settings = self.reduction
+        settings.reduce_grads, settings.all_reduce_grads = reduce_grads, all_reduce_grads
+        settings.has_accumulated |= not reduce_grads
+        settings.has_kept_partial |= reduce_grads and not all_reduce_grads and self.has_replicas
+        self.traced.update()
+
+    @property
+    def has_replicas(self) -> bool:
+        return self.mesh_info.replicate_mesh_dim is not None
 
     def set_separate_reduce_scatter_group(
         self, enable: bool, made: dict[tuple[int, ...], dist.ProcessGroup]
@@ -106,7 +113,7 @@ class FSDPParamGroup:
                 list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
             )
         self.reduction.separate_group = made[ranks] if enable else None
-        self.update_recipes()
+        self.traced.update()
 
     @property
     def has_custom_communication(self) -> bool:
@@ -119,12 +126,18 @@ class FSDPParamGroup:
         """Whether gradients may still be on their way to the host after the backward."""
         return any(param.pinned for param in self.params)
 
+    def refresh(self) -> None:
+        """Follow changes that others made to the sharded parameters."""
+        for param in self.params:
+            param.refresh_sharded_param()
+        self.traced.update()
+
     # -- eager executor -----------------------------------------------------------------------------------------------
 
     def unshard(self, lanes: Lanes) -> None:
         """Start the all-gather unless the unsharded parameters are there, or on their way, and up to date."""
-        for param in self.params:
-            param.follow_replacement()
+        if any([param.follow_replacement() for param in self.params]):
+            self.traced.update()
         stale = any(param.is_stale for param in self.params)
         if self._gather is not None and stale:
             self.reshard()  # it was started before the sharded parameters were written
@@ -189,6 +202,23 @@ class FSDPParamGroup:
         for param in self.params:
             param.register(param.sharded_param)
 
+    @property
+    def has_new_gradients(self) -> bool:
+        """Whether this backward has brought any."""
+        return any(param.has_new_gradient for param in self.params)
+
+    @property
+    def has_set_aside(self) -> bool:
+        """Whether gradients of earlier backwards wait to be reduced."""
+        return self.reduction.has_accumulated and any(param.accumulated_grad is not None for param in self.params)
+
+    def leave_backward(self) -> None:
+        """Free the unsharded parameters, or hide them if they are kept."""
+        if self.reshard_after_backward:
+            self.reshard()
+        else:
+            self.hide_unsharded()
+
     def reduce(self, lanes: Lanes, used: bool) -> list[Reduction]:
         """Take the unsharded gradients, free the unsharded parameters, start the reductions.
 
@@ -199,15 +229,12 @@ class FSDPParamGroup:
                 are there are reduced.
         """
         gradients: list[Gradient] = []
-        if self.reduce_grads:
+        if self.reduction.reduce_grads:
             gradients = [self._take_gradient(param) for param in self.params]
         else:
             for param in self.params:
                 param.keep_unsharded_grad()
-        if self.reshard_after_backward:
-            self.reshard()
-        else:
-            self.hide_unsharded()
+        self.leave_backward()
         if not used and not any(gradient.is_present for gradient in gradients):
             return []
         by_dtype: dict[torch.dtype, list[Gradient]] = {}
@@ -230,7 +257,7 @@ class FSDPParamGroup:
             lanes=lanes,
             hook=self.all_reduce_hook,
             hook_lane=lanes.all_reduce if stream is None else Lane(stream),
-            all_reduce=self.all_reduce_grads or self.mesh_info.replicate_mesh_dim is None,
+            all_reduce=self.reduction.all_reduce_grads or not self.has_replicas,
         )
 
     def drop_iteration(self) -> None:
@@ -238,44 +265,14 @@ class FSDPParamGroup:
         for param in self.params:
             param.take_unsharded_grad()
             param.take_partial_grad()
-        self._traced = None
+        self.traced.is_open = False
         self.reshard()
 
-    # -- traced executor ----------------------------------------------------------------------------------------------
-
     @property
-    def is_traced(self) -> bool:
-        """Whether the modules hold tensors that a compiled graph made."""
-        return self._traced is not None
-
-    @property
-    def is_traceable(self) -> bool:
-        """Whether all settings have a traced form, and no gradient that was set aside waits to be reduced."""
-        only_shards = self.mesh_info.replicate_mesh_dim is None and self.post_forward_mesh_info is None
-        usual = self.all_reduce_hook is None and not self.has_custom_communication and self.reduce_grads
-        return only_shards and usual and all(param.is_traceable for param in self.params)
-
-    def unshard_traced(self) -> None:
-        """Emit the all-gathers of all parameters into the graph being traced."""
-        self._trace_token = trace_token()
-        self._traced = [param.unshard_traced() for param in self.params]
-
-    def reshard_traced(self, free: bool) -> None:
-        """Give the sharded parameters back to the modules.
-
-        With ``free`` the graph also records that the unsharded tensors hold no data from here on. Not if a graph
-        break came in between: this graph would free what an earlier one has saved for its backward. Not either if
-        the compiler does not run the pass that gathers again in the backward.
-        """
-        traced, self._traced = self._traced, None
-        if traced is None:
-            return
-        if self._trace_token != trace_token():
-            warn_once(
-                f"fsdp_compile: a graph break inside {self.label} splits its forward over several graphs; "
-                "its unsharded parameters are kept until the backward."
-            )
-            free = False
-        free = free and frees_are_restored()
-        for param, full in zip(self.params, traced, strict=True):
-            param.reshard_traced(full, free)
+    def why_untraced(self) -> str:
+        """What is set that has no traced form; empty if nothing is."""
+        if self.all_reduce_hook is not None:
+            return "set_all_reduce_hook"
+        if self.has_custom_communication:
+            return "custom communication"
+        return next((param.traced.why_untraced for param in self.params if param.traced.why_untraced), "")

@@ -136,7 +136,7 @@ class FSDPState:
         return self._watch_inputs(args, kwargs) if first else (args, kwargs)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        if (torch.compiler.is_compiling() and self._is_traceable) or any(group.is_traced for group in self.groups):
+        if (torch.compiler.is_compiling() and self._is_traceable) or any(group.traced.is_open for group in self.groups):
             self._reshard_traced()
         else:
             self._post_forward_eager(module, output)
@@ -226,8 +226,7 @@ class FSDPState:
     def refresh(self) -> None:
         """Follow changes that others made to the sharded parameters."""
         for group in self.groups:
-            for param in group.params:
-                param.refresh_sharded_param()
+            group.refresh()
 
     def _reshard_after_forward(self) -> None:
         no_backward_follows = not torch.is_grad_enabled()
@@ -263,16 +262,17 @@ class FSDPState:
     @property
     def _is_traceable(self) -> bool:
         """Whether all that the groups are set to do has a traced form; if not, the eager executor runs, untraced."""
-        return all(group.is_traceable for group in self.groups)
+        return not any(group.traced.why_untraced for group in self.groups)
 
     def _unshard_traced(self) -> None:
         for group in self.groups:
-            group.unshard_traced()
+            group.traced.unshard()
 
     def _reshard_traced(self) -> None:
-        free = self.reshards_after_forward or not torch.is_grad_enabled()
+        grads = torch.is_grad_enabled()
+        free = self.reshards_after_forward or not grads
         for group in self.groups:
-            group.reshard_traced(free)
+            group.traced.reshard(free, to_fewer=grads)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -325,15 +325,20 @@ class FSDPState:
         """Reduce the gradients.
 
         Of a module that ran several times, autograd hands out the gradients only when it is through with all calls in
-        its graph. So calls are still to come if there is no gradient yet; after the last one, this rank takes part in
-        the reduction even without any, as others may have some.
+        its graph. So calls are still to come if there is no gradient yet, and what was set aside waits for them; after
+        the last one, this rank takes part in the reduction even without any, as others may have some.
         """
-        self._reduce(used=not self.context.forward_order.awaits_backward(self))
+        more_to_come = self.context.forward_order.awaits_backward(self)
+        now = [group for group in self.groups if not more_to_come or group.has_new_gradients]
+        for group in self.groups:
+            if group not in now:
+                group.leave_backward()
+        self._reduce(now, used=not more_to_come)
 
-    def _reduce(self, used: bool) -> None:
+    def _reduce(self, groups: list[FSDPParamGroup], used: bool) -> None:
         self.training_state = TrainingState.POST_BACKWARD
         context = self.context
-        for group in self.groups:
+        for group in groups:
             context.settle_reductions(context.reductions_in_flight - 1)  # before the next takes a buffer
             context.reductions.extend(group.reduce(context.lanes, used))
 
@@ -349,7 +354,9 @@ class FSDPState:
         for state in reversed(context.states):
             if state.training_state is not TrainingState.POST_BACKWARD:
                 # Its inputs required no gradient, or it was not used.
-                state._reduce(used=state.training_state is TrainingState.PRE_BACKWARD)
+                state._reduce(state.groups, used=state.training_state is TrainingState.PRE_BACKWARD)
+            elif any(group.has_set_aside and group.reduction.reduce_grads for group in state.groups):
+                state._reduce(state.groups, used=False)  # calls were to come that did not
             state.training_state = TrainingState.IDLE
             state._not_run = []
             for group in state.groups:

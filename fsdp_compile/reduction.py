@@ -69,11 +69,18 @@ class ReductionSettings:
         divide_factor: what to divide their sum by; ``None``: the number of data-parallel ranks.
         force_sum: reduce with sums only.
         separate_group: a group of the shard ranks apart from the all-gathers', or ``None``.
+        reduce_grads: whether backward reduces gradients; if not, they are set aside unsharded.
+        all_reduce_grads: whether it also reduces them over replicas; if not, they are set aside as partial.
+        has_accumulated, has_kept_partial: whether the user has ever wanted gradients to be set aside so.
     """
 
     divide_factor: float | None = None
     force_sum: bool = False
     separate_group: dist.ProcessGroup | None = None
+    reduce_grads: bool = True
+    all_reduce_grads: bool = True
+    has_accumulated: bool = False
+    has_kept_partial: bool = False
 
 
 @dataclass

@@ -57,6 +57,11 @@ class ShardedLayout:
     _specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
+    def stride(self) -> tuple[int, ...]:
+        """Strides of the original parameter, which is contiguous."""
+        return torch_compat.contiguous_stride(self.size)
+
+    @cached_property
     def padded_sharded_size(self) -> torch.Size:
         """Size of the sharded data: the sharded dimension rounded up so that it is equal on all ranks."""
         return self._with_length(-(-self.size[self.shard_dim] // self.world_size))

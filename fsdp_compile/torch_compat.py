@@ -139,6 +139,11 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+def register_process_group(name: str, group: dist.ProcessGroup) -> None:
+    """Have functional collectives find ``group`` under ``name`` too, until it is destroyed; there is no public way."""
+    torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
+
+
 # -- autograd engine --------------------------------------------------------------------------------------------------
 
 
@@ -190,12 +195,55 @@ def rendezvous(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 constant_while_tracing = torch._dynamo.assume_constant_result
 
 
+# To Dynamo, a call of a function marked so is one node, which it does not look into; AOTAutograd does.
+one_node = torch._dynamo.allow_in_graph
+
+
+def record_free(tensor: torch.Tensor) -> None:
+    """``tensor.untyped_storage().resize_(0)`` as a graph holds it: an operator without a public name."""
+    torch.ops.inductor.resize_storage_bytes_(tensor, 0)
+
+
+def below_autograd() -> AbstractContextManager[Any]:
+    """Inside, operators skip autograd; for functional collectives that is a slow layer of Python."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
 def current_frame_id() -> str:
     """The frame and the attempt at it that Dynamo is compiling now; empty when it compiles none."""
     from torch._guards import CompileContext
 
     compile_id = CompileContext.current_compile_id()
     return f"{compile_id.frame_id}/{compile_id.frame_compile_id}" if compile_id else ""
+
+
+def traced_self() -> Any:
+    """The object whose method Dynamo is tracing now, without a guard on it."""
+    return _variable_of_self().value
+
+
+def guard_self(ask: Callable[[Any], Any]) -> Any:
+    """What ``ask`` says of the object whose method Dynamo is tracing now; the graph serves only while it says that.
+
+    One guard of our own is much cheaper, in each call of the compiled function, than one for each thing asked about.
+    """
+    from torch._dynamo.guards import install_guard
+
+    variable = _variable_of_self()
+    answer = ask(variable.value)
+
+    def ASKED(builder: Any, guard: Any) -> None:  # the logs of guards print the name
+        check = f"{ask.__qualname__} of {guard.name} is what it was"
+        builder.get_guard_manager(guard).add_lambda_guard(lambda it: ask(it) == answer, [check], guard.user_stack)
+
+    install_guard(variable.source.make_guard(ASKED))
+    return answer
+
+
+def _variable_of_self() -> Any:
+    from torch._dynamo.symbolic_convert import tls
+
+    return tls.current_tx.output.current_tx.symbolic_locals["self"]
 
 
 def current_compiler_fn() -> Any:

@@ -7,7 +7,6 @@ import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch.fx.traceback import annotate
 
 from . import backend, torch_compat
@@ -37,31 +36,35 @@ def warn_once(message: str) -> None:
         warnings.warn(message, stacklevel=2)
 
 
-def tagged(recipe: str, phase: str) -> AbstractContextManager[None]:
-    """Graph nodes made inside, and the backward nodes of calls inside, carry the recipe's tag and ``phase``."""
-    return annotate(_annotation(recipe, phase))
+@torch_compat.constant_while_tracing
+def guarded_settings() -> tuple[Any, ...]:
+    """The ``settings()`` of the object whose method calls this; the graph serves only as long as they are the same."""
+    return tuple(torch_compat.guard_self(lambda traced: traced.settings()))
+
+
+def write_tag(**parts: Any) -> str:
+    """What the nodes of one parameter carry, see ``passes.graph_view``, without the phase."""
+    return json.dumps(parts)
 
 
 @torch_compat.constant_while_tracing
-def _annotation(recipe: str, phase: str) -> dict[str, Any]:
-    return {"fsdp": {**json.loads(recipe)["tag"], "phase": phase}}
-
-
-def write_recipe(**parts: Any) -> str:
-    """All that a graph needs to know to unshard one parameter and to reduce its gradient, as one text.
-
-    As one text, because Dynamo then guards one string for each parameter; the numbers themselves would be guarded one
-    by one, and become symbolic as soon as two modules of one class differ in them.
-    """
-    return json.dumps(parts, default=lambda dtype: str(dtype))
+def own_tags() -> list[str]:
+    """The ``tags`` of the object whose method calls this, without a guard on them: a graph may serve equal modules."""
+    return torch_compat.traced_self().tags
 
 
 @torch_compat.constant_while_tracing
-def read_recipe(recipe: str, part: str) -> tuple[Any, ...]:
-    """One part of a recipe, a list of constants, with its dtypes as dtypes."""
-    values = json.loads(recipe)[part]
-    is_dtype = [isinstance(value, str) and value.startswith("torch.") for value in values]
-    return tuple(
-        getattr(torch, value.removeprefix("torch.")) if dtype else value
-        for value, dtype in zip(values, is_dtype, strict=True)
-    )
+def numbered(tag: str, number: int) -> str:
+    """The tag of one of several tensors that are gathered for one parameter."""
+    parts = json.loads(tag)
+    return json.dumps({**parts, "params": [f"{name}:{number}" for name in parts["params"]]})
+
+
+def tagged(tag: str, phase: str, **more: Any) -> AbstractContextManager[None]:
+    """Graph nodes made inside, and the backward nodes of calls inside, carry ``tag``, ``phase`` and ``more``."""
+    return annotate(_annotation(tag, phase, more))
+
+
+@torch_compat.constant_while_tracing
+def _annotation(tag: str, phase: str, more: dict[str, Any]) -> dict[str, Any]:
+    return {"fsdp": {**json.loads(tag), "phase": phase, **more}}

@@ -136,18 +136,7 @@ class ExtensionUnsharding(Unsharding):
         return inputs
 
     def _pre_all_gather(self, shard: Any) -> tuple[list[torch.Tensor], Any]:
-        param, layout = self._param, self._layout
-        shard = shard.to(device=param.device, non_blocking=True) if shard.device != param.device else shard
-        mesh = param.mesh_info.shard_mesh
-        with torch.no_grad():
-            if len(inspect.signature(shard.fsdp_pre_all_gather).parameters) == 1:
-                inputs, metadata = shard.fsdp_pre_all_gather(mesh)
-            else:
-                stride = torch_compat.contiguous_stride(layout.size)
-                inputs, metadata = shard.fsdp_pre_all_gather(
-                    mesh, layout.size, stride, param.owners[0][0], param.mp_policy
-                )
-        return [tensor.contiguous() for tensor in inputs], metadata
+        return pre_all_gather(shard, self._param.device, extension_arguments(self._param))
 
     def _check_padding(self) -> None:
         """All ranks find out, each by itself, whether the shortest shard is sent at the same size as the others.
@@ -194,7 +183,7 @@ class ExtensionUnsharding(Unsharding):
                     post(gathered, metadata, param.compute_dtype, out=out)
             else:
                 made, inner = post(gathered, metadata, param.compute_dtype)
-                self.tensor = _without_padding(made, self._layout)
+                self.tensor = without_padding(made, self._layout)
                 self._own(inner)
 
     def free(self) -> None:
@@ -202,10 +191,30 @@ class ExtensionUnsharding(Unsharding):
             torch_compat.resize_storage(tensor, 0)
 
 
-def _without_padding(tensor: torch.Tensor, layout: ShardedLayout) -> torch.Tensor:
+def extension_arguments(param: FSDPParam) -> tuple[Any, ...]:
+    """What ``fsdp_pre_all_gather`` may ask for: mesh, size and strides of the original, module, policy."""
+    return param.mesh_info.shard_mesh, param.layout.size, param.layout.stride, param.owners[0][0], param.mp_policy
+
+
+def pre_all_gather(shard: Any, device: torch.device, arguments: tuple[Any, ...]) -> tuple[list[torch.Tensor], Any]:
+    """What the user's tensor class sends of ``shard``, contiguous and on ``device``, and its metadata."""
+    shard = shard.to(device=device, non_blocking=True) if shard.device != device else shard
+    with torch.no_grad():
+        inputs, metadata = shard.fsdp_pre_all_gather(*arguments[: _argument_count(type(shard))])
+    return [tensor.contiguous() for tensor in inputs], metadata
+
+
+@torch_compat.constant_while_tracing
+def _argument_count(tensor_class: Any) -> int:
+    """One or five: which of the two signatures its ``fsdp_pre_all_gather`` has."""
+    parameters = inspect.signature(tensor_class.fsdp_pre_all_gather).parameters
+    return 1 if len(parameters) == 2 else 5  # the first one is `self`
+
+
+def without_padding(tensor: torch.Tensor, layout: ShardedLayout) -> torch.Tensor:
     if tensor.size() == layout.size:
         return tensor
-    return tensor.as_strided(layout.size, torch_compat.contiguous_stride(layout.size), 0)
+    return tensor.as_strided(layout.size, layout.stride, 0)
 
 
 def has_extension(name: str, shard: torch.Tensor) -> bool:

@@ -4,13 +4,17 @@ On the joint graph of forward and backward, before the compiler partitions it:
 
 1. ``regather``: what is freed after forward is gathered again in the backward.
 
-On the backward graph, after partitioning:
+On the forward and the backward graph together, after partitioning:
 
-2. ``accumulate``: one reduction for each parameter, however often its module ran.
+2. ``keep_slices``: where fewer ranks keep a slice, it is saved for the backward, which gathers among them.
+
+On the backward graph:
+
+3. ``accumulate``: one reduction for each parameter, however often its module ran.
 
 On the forward graph, the backward graph, and a graph that has no backward:
 
-3. ``bucket``: one gather for each group and run of its module, one reduction for each group.
+4. ``bucket``: one gather for each group and run of its module, one reduction for each group.
 
 A pass is a function ``(graph, context) -> report``. It changes the graph in place, leaves it lint-clean and in
 topological order, does nothing when run again, and reads tags only (``graph_view``): it serves any graph whose nodes
@@ -30,6 +34,7 @@ from .accumulate import accumulate
 from .bucket import bucket
 from .context import Observer, PassConfig, PassContext, Report, Traffic
 from .graph_view import gathers_repeat, has_backward, tag_digest
+from .keep_slices import keep_slices
 from .regather import regather
 from .skeleton import print_skeleton
 
@@ -43,12 +48,12 @@ __all__ = [
     "bucket",
     "gathers_repeat",
     "has_backward",
+    "keep_slices",
     "print_skeleton",
     "regather",
-    "run_backward",
-    "run_forward",
     "run_inference",
     "run_joint",
+    "run_parts",
     "tag_digest",
 ]
 
@@ -57,21 +62,22 @@ Pass = Callable[[Graph, PassContext], Report]
 
 def run_joint(graph: Graph, context: PassContext) -> None:
     """Run the passes on a joint graph of forward and backward."""
+    context.observe("joint before", graph)
     _run("joint", (regather,), graph, context)
 
 
-def run_forward(graph: Graph, context: PassContext) -> None:
-    """Run the passes on a forward graph, partitioned from a joint graph."""
-    _run("forward", _bucketing(context), graph, context)
-
-
-def run_backward(graph: Graph, context: PassContext) -> None:
-    """Run the passes on a backward graph, partitioned from a joint graph."""
-    _run("backward", (accumulate, *_bucketing(context)), graph, context)
+def run_parts(forward: Graph, backward: Graph, context: PassContext) -> None:
+    """Run the passes on the two graphs partitioned from a joint graph."""
+    context.observe("forward before", forward)
+    context.observe("backward before", backward)
+    context.reports.append(keep_slices(forward, backward, context))
+    _run("forward", _bucketing(context), forward, context)
+    _run("backward", (accumulate, *_bucketing(context)), backward, context)
 
 
 def run_inference(graph: Graph, context: PassContext) -> None:
     """Run the passes on a graph that has no backward."""
+    context.observe("inference before", graph)
     _run("inference", (regather, *_bucketing(context)), graph, context)
 
 
@@ -80,7 +86,6 @@ def _bucketing(context: PassContext) -> tuple[Pass, ...]:
 
 
 def _run(stage: str, pipeline: Iterable[Pass], graph: Graph, context: PassContext) -> None:
-    context.observe(f"{stage} before", graph)
     for each in pipeline:
         context.reports.append(each(graph, context))
     context.observe(f"{stage} after", graph)

@@ -18,13 +18,13 @@ Both in the order of the parameters in their group. The graph is in topological 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 
 import torch
 from torch.fx import Graph, Node
 
 from .context import PassContext, Report, Traffic
-from .graph_view import WAIT, Collective, Tag, gathers, reductions, set_tag
+from .graph_view import WAIT, Collective, Tag, all_reduces, gathers, reductions, set_tag
 from .torch_compat import c10d, emit
 
 aten = torch.ops.aten
@@ -46,14 +46,11 @@ def bucket(graph: Graph, context: PassContext) -> Report:
     """
     before = Traffic.of(graph)
     made = 0
-    for candidates in _buckets(gathers(graph), _gather_key):
-        for members in _independent(candidates):
-            _merge_gathers(graph, members)
-            made += 1
-    for candidates in _buckets(reductions(graph), _reduction_key):
-        for members in _independent(candidates):
-            _merge_reductions(graph, members)
-            made += 1
+    for kind, merge in ((gathers, _merge_gathers), (reductions, _merge_reductions), (all_reduces, _merge_all_reduces)):
+        for candidates in _buckets(kind(graph)):
+            for members in _independent(candidates):
+                merge(graph, members)
+                made += 1
     if made:
         graph.lint()
     return Report("bucket", made, before, Traffic.of(graph))
@@ -62,23 +59,15 @@ def bucket(graph: Graph, context: PassContext) -> Report:
 # -- which belong together --------------------------------------------------------------------------------------------
 
 
-def _gather_key(gather: Collective) -> tuple[Hashable, ...]:
-    return gather.tag.group, gather.process_group, gather.world_size, *gather.dtypes
-
-
-def _reduction_key(reduction: Collective) -> tuple[Hashable, ...]:
-    where = (reduction.tag.group, reduction.process_group, reduction.world_size)
-    return *where, str(reduction.start.args[1]), *reduction.dtypes
-
-
-def _buckets(collectives: Iterable[Collective], key_of: Callable[[Collective], Hashable]) -> list[list[Collective]]:
-    """Single-parameter collectives by key and occurrence, each list and all lists in graph order."""
+def _buckets(collectives: Iterable[Collective]) -> list[list[Collective]]:
+    """Single-parameter collectives that go alike, by occurrence, each list and all lists in graph order."""
     occurrences: dict[Hashable, int] = {}
     buckets: dict[Hashable, list[Collective]] = {}
     for collective in collectives:
         if len(collective.tag.params) != 1 or len(collective.waits) != 1:
             continue  # a bucket already
-        key = (key_of(collective), collective.tag.params)
+        alike = (collective.tag.group, *collective.how, *collective.dtypes)
+        key = (alike, collective.tag.params)
         occurrences[key] = occurrences.get(key, -1) + 1
         buckets.setdefault((key[0], occurrences[key]), []).append(collective)
     return list(buckets.values())
@@ -131,10 +120,10 @@ def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
     for node in sorted(needed):  # casts and pads of shards, so they can move up
         first.prepend(node)
     members = _in_group_order(members)
-    tag, world, process_group = _joint_tag(members), members[0].world_size, members[0].process_group
+    tag = _joint_tag(members)
     with graph.inserting_before(first):
         inputs = [member.inputs[0] for member in members]
-        start = emit(graph, c10d.all_gather_into_tensor_coalesced.default, inputs, world, process_group)
+        start = emit(graph, c10d.all_gather_into_tensor_coalesced.default, inputs, *members[0].how)
         outputs = [emit(graph, operator.getitem, start, i) for i in range(len(members))]
         waits = [emit(graph, WAIT, output) for output in outputs]
     set_tag(start, tag)
@@ -156,29 +145,59 @@ def _replace(graph: Graph, member: Collective, result: Node) -> None:
 
 
 def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
+    """Pack the gradients in rows, one for each shard rank, so that each rank gets its part of all."""
+    world = members[0].how[1]
     last = members[-1].start
     _move_users_behind(members, last)
     members = _in_group_order(members)
-    tag = _joint_tag(members)
-    kind, world, process_group = members[0].start.args[1:]
-    outputs = [member.start.meta["val"] for member in members]
-    numels = [output.numel() for output in outputs]
     with graph.inserting_before(last):
-        rows = [
-            emit(graph, aten.reshape.default, member.inputs[0], [world, numel])
-            for member, numel in zip(members, numels, strict=True)
-        ]
+        rows = [emit(graph, aten.reshape.default, member.inputs[0], [world, -1]) for member in members]
         packed = emit(graph, aten.cat.default, rows, 1)
         flat = emit(graph, aten.reshape.default, packed, [-1])
-        start = emit(graph, c10d.reduce_scatter_tensor.default, flat, kind, world, process_group)
+    _launch_packed(graph, members, last, flat, [*rows, packed])
+
+
+def _merge_all_reduces(graph: Graph, members: list[Collective]) -> None:
+    last = members[-1].start
+    _move_users_behind(members, last)
+    members = _in_group_order(members)
+    packed = _already_packed([member.inputs[0] for member in members])
+    made: list[Node] = []
+    if packed is None:
+        with graph.inserting_before(last):
+            made = [emit(graph, aten.reshape.default, member.inputs[0], [-1]) for member in members]
+            packed = emit(graph, aten.cat.default, made)
+    _launch_packed(graph, members, last, packed, made)
+
+
+def _already_packed(inputs: list[Node]) -> Node | None:
+    """What ``inputs`` are all the parts of, in order, if a reduction of the same bucket has brought it so."""
+    parts = [_source(node) if node.target is aten.reshape.default else node for node in inputs]
+    split = _source(parts[0])
+    if split.target is not aten.split_with_sizes.default or len(split.meta["val"]) != len(parts):
+        return None
+    in_order = all(part.args == (split, index) for index, part in enumerate(parts))
+    return _source(split) if in_order else None
+
+
+def _source(node: Node) -> Node:
+    return node.all_input_nodes[0]
+
+
+def _launch_packed(graph: Graph, members: list[Collective], last: Node, packed: Node, made: list[Node]) -> None:
+    """One launch for all, before ``last``, and each member's part of its result."""
+    tag = _joint_tag(members)
+    outputs = [member.start.meta["val"] for member in members]
+    with graph.inserting_before(last):
+        start = emit(graph, members[0].operator, packed, *members[0].how)
         wait = emit(graph, WAIT, start)
-        split = emit(graph, aten.split_with_sizes.default, wait, numels)
+        split = emit(graph, aten.split_with_sizes.default, wait, [output.numel() for output in outputs])
         parts = [emit(graph, operator.getitem, split, i) for i in range(len(members))]
         shards = [
             emit(graph, aten.reshape.default, part, list(output.shape))
             for part, output in zip(parts, outputs, strict=True)
         ]
-    for node in (*rows, packed, flat, start, wait, split):
+    for node in (*made, packed, start, wait, split):
         set_tag(node, tag)
     for member, part, shard in zip(members, parts, shards, strict=True):
         set_tag(part, member.tag)

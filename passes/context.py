@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 
 from torch.fx import Graph
 
-from .graph_view import frees, gathers, reductions
+from .graph_view import all_reduces, frees, gathers, reductions
 
 Observer = Callable[[str, Graph], None]
 
@@ -46,17 +46,18 @@ class Traffic:
     gather_bytes: int
     reductions: int
     reduction_bytes: int
+    all_reduces: int
+    all_reduce_bytes: int
     frees: int
 
     @classmethod
     def of(cls, graph: Graph) -> Traffic:
         """Count what is in ``graph``."""
-        gathered, reduced = list(gathers(graph)), list(reductions(graph))
+        gathered, reduced, all_reduced = (list(kind(graph)) for kind in (gathers, reductions, all_reduces))
         return cls(
-            len(gathered),
-            sum(gather.input_bytes for gather in gathered),
-            len(reduced),
-            sum(reduction.input_bytes for reduction in reduced),
+            *(len(gathered), sum(each.input_bytes for each in gathered)),
+            *(len(reduced), sum(each.input_bytes for each in reduced)),
+            *(len(all_reduced), sum(each.input_bytes for each in all_reduced)),
             len(frees(graph)),
         )
 
@@ -74,7 +75,7 @@ class Report:
         steps = (
             f"{what} {old} -> {new}"
             for what, old, new in zip(
-                ("gathers", "gather bytes", "reductions", "reduction bytes", "frees"),
+                (each.name.replace("_", " ") for each in fields(self.before)),
                 astuple(self.before),
                 astuple(self.after),
                 strict=True,

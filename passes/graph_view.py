@@ -1,20 +1,21 @@
 """Reads from a graph's tags which collectives belong to which parameters.
 
     placeholder ─ [cast] ─ [pad] ─ START ─ WAIT ─ [slice] ─ uses ... RESIZE(0)          a gather and its free
-    gradient ─ [cast] ─ [pad] ─ START ─ WAIT ─ [cast] ─ output                          a reduction
+    gradient ─ [cast] ─ [pad] ─ START ─ WAIT ─ [START ─ WAIT] ─ [cast] ─ output         a reduction, then an all-reduce
 
     placeholder ─ [cast] ─┐                ┌─ getitem ─ WAIT ─ [slice] ─ uses
     placeholder ─ [cast] ─┴─ START (many) ─┴─ getitem ─ WAIT ─ [slice] ─ uses           a bucket of gathers
 
 The runtime tags the nodes of each transition: ``node.meta["custom"]["fsdp"]`` is a dict with the ``group`` (an int),
 its ``name``, the names ``params`` with their ``index`` in the group, and the ``phase``: unshard, reshard or reduce. A
-pass tags the nodes that it makes in the same way. Nothing here looks at the names or the shapes of nodes.
+slice that a reshard to fewer ranks keeps also says to how many, and their process group. A pass tags the nodes that it
+makes in the same way. Nothing here looks at the names or the shapes of nodes.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +26,10 @@ from .torch_compat import RESIZE, c10d, is_alias
 
 GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default)
 REDUCTIONS = (c10d.reduce_scatter_tensor.default,)
+ALL_REDUCES = (c10d.all_reduce.default,)  # of gradients that are reduced over the shard ranks already
 WAIT = c10d.wait_tensor.default
 
-UNSHARD, REDUCE = "unshard", "reduce"  # the phases that passes ask for; frees are told by their operation
+UNSHARD, RESHARD, REDUCE = "unshard", "reshard", "reduce"  # the phases
 
 # Operations that copy all of their input's data and do nothing else.
 COPIES = (
@@ -39,13 +41,20 @@ COPIES = (
 
 @dataclass(frozen=True)
 class Tag:
-    """What the runtime says of a node. ``index`` holds the position of each of ``params`` in its group."""
+    """What the runtime says of a node.
+
+    Attributes:
+        index: position of each of ``params`` in the group.
+        slice: of a slice among fewer ranks: how many, and their process group. A pass adds the placeholder that says
+            which slice is this rank's.
+    """
 
     group: int
     name: str
     params: tuple[str, ...]
     index: tuple[int, ...]
     phase: str
+    slice: tuple[Any, ...] = ()
 
     def as_meta(self) -> dict[str, Any]:
         """The form that is kept in ``node.meta``."""
@@ -57,7 +66,8 @@ def tag_of(node: Node) -> Tag | None:
     meta = node.meta.get("custom", {}).get("fsdp")
     if meta is None:
         return None
-    return Tag(meta["group"], meta["name"], tuple(meta["params"]), tuple(meta["index"]), meta["phase"])
+    lists = (tuple(meta["params"]), tuple(meta["index"]))
+    return Tag(meta["group"], meta["name"], *lists, meta["phase"], tuple(meta.get("slice", ())))
 
 
 def set_tag(node: Node, tag: Tag) -> None:
@@ -87,12 +97,14 @@ class Collective:
         return [user for output in outputs for user in output.users if user.target is WAIT]
 
     @property
-    def world_size(self) -> int:
-        return int(self.start.args[-2])  # type: ignore[arg-type]
+    def operator(self) -> Callable[..., Any]:
+        """What launches it."""
+        return self.start.target  # type: ignore[return-value]
 
     @property
-    def process_group(self) -> str:
-        return str(self.start.args[-1])
+    def how(self) -> tuple[Any, ...]:
+        """All but what is sent: the kind of reduction, the number of ranks, the process group, as far as given."""
+        return self.start.args[1:]
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -135,19 +147,14 @@ class GatheredParam:
         return made_by(self.input, UNSHARD)
 
     @property
-    def unsharded(self) -> Node:
-        """The gathered data without the padding: what compute reads."""
-        at = self.wait
-        while True:
-            after = [user for user in at.users if is_alias(user) and _phase(user) == UNSHARD]
-            if len(after) != 1:
-                return at
-            at = after[0]
+    def made(self) -> list[Node]:
+        """The gathered data and all that the transition made of it: without padding, concatenated, decoded."""
+        return _closure(self.wait, lambda user: _phase(user) == UNSHARD)
 
     @property
-    def aliases(self) -> list[Node]:
-        """All nodes that share the gathered memory."""
-        return aliases_of(self.wait)
+    def unsharded(self) -> list[Node]:
+        """What compute reads: the last that the transition made."""
+        return [node for node in self.made if all(_phase(user) != UNSHARD for user in node.users)]
 
 
 def gathers(graph: Graph) -> Iterator[Collective]:
@@ -158,6 +165,11 @@ def gathers(graph: Graph) -> Iterator[Collective]:
 def reductions(graph: Graph) -> Iterator[Collective]:
     """The tagged reduce-scatters, in graph order."""
     yield from _collectives(graph, REDUCTIONS)
+
+
+def all_reduces(graph: Graph) -> Iterator[Collective]:
+    """The tagged all-reduces, in graph order."""
+    yield from _collectives(graph, ALL_REDUCES)
 
 
 def _collectives(graph: Graph, targets: tuple[Any, ...]) -> Iterator[Collective]:
@@ -171,6 +183,34 @@ def _collectives(graph: Graph, targets: tuple[Any, ...]) -> Iterator[Collective]
 def frees(graph: Graph) -> list[Node]:
     """The nodes after which an unsharded parameter holds no data."""
     return [node for node in graph.nodes if node.target is RESIZE and tag_of(node) is not None and node.args[1] == 0]
+
+
+@dataclass(frozen=True)
+class KeptSlice:
+    """A slice of unsharded data that a reshard to fewer ranks keeps for the gather of the backward.
+
+    Attributes:
+        source: node whose data is sliced.
+        index: placeholder that says which slice is this rank's.
+        nodes: what makes it, and the wait that keeps it alive, in order.
+    """
+
+    tag: Tag
+    source: Node
+    index: Node
+    nodes: list[Node]
+
+
+def kept_slices(graph: Graph) -> Iterator[KeptSlice]:
+    """The slices that reshards keep, in graph order."""
+    for node in list(graph.nodes):
+        tag = tag_of(node) if node.target is WAIT else None
+        if tag is not None and tag.slice and tag.phase == RESHARD:
+            nodes = made_by(node, RESHARD)
+            sources = [source for each in nodes for source in each.all_input_nodes if source not in nodes]
+            (index,) = [source for source in sources if source.op == "placeholder"]
+            (source,) = [source for source in sources if source is not index]
+            yield KeptSlice(tag, alias_root(source), index, nodes)
 
 
 def alias_root(node: Node) -> Node:
@@ -227,7 +267,7 @@ def tag_digest(nodes: Iterable[Node]) -> bytes:
         tag = tag_of(node)
         if tag is not None:
             group = numbers.setdefault(tag.group, len(numbers))
-            digest.update(repr((position, group, tag.name, tag.params, tag.index, tag.phase)).encode())
+            digest.update(repr((position, group, *list(vars(tag).values())[1:])).encode())
     return digest.digest()
 
 

@@ -10,11 +10,16 @@ from collections import Counter
 
 from torch.fx import Graph, Node
 
-from .graph_view import GATHERS, REDUCTIONS, WAIT, Collective, Tag, tag_of
+from .graph_view import ALL_REDUCES, GATHERS, REDUCTIONS, WAIT, Collective, Tag, tag_of
 from .torch_compat import RESIZE, is_alias
 
 DTYPES = {"torch.float32": "f32", "torch.bfloat16": "bf16", "torch.float16": "f16", "torch.float64": "f64"}
 WIDTH = 118
+KINDS = {
+    **dict.fromkeys(GATHERS, "all_gather"),
+    **dict.fromkeys(REDUCTIONS, "reduce_scatter"),
+    **dict.fromkeys(ALL_REDUCES, "all_reduce"),
+}
 
 
 def print_skeleton(graph: Graph) -> str:
@@ -51,9 +56,9 @@ def _line(node: Node, numbers: dict[Node, int]) -> tuple[str, str] | None:
     if node.op != "call_function":
         return None
     tag = tag_of(node)
-    if node.target in (*GATHERS, *REDUCTIONS):
+    if node.target in KINDS:
         numbers[node] = len(numbers)
-        kind = "all_gather" if node.target in GATHERS else "reduce_scatter"
+        kind = KINDS[node.target]
         return f"{kind} #{numbers[node]}", _describe(Collective(tag, node)) if tag else "untagged"
     if node.target is WAIT:
         start = node.all_input_nodes[0]
@@ -69,7 +74,8 @@ def _line(node: Node, numbers: dict[Node, int]) -> tuple[str, str] | None:
 def _describe(collective: Collective) -> str:
     tag = collective.tag
     dtypes = "+".join(dict.fromkeys(DTYPES.get(str(d), str(d).removeprefix("torch.")) for d in collective.dtypes))
-    size = f"{dtypes} {collective.input_bytes} B in, {collective.world_size} ranks"
+    ranks = next((f", {how} ranks" for how in collective.how if isinstance(how, int)), "")
+    size = f"{dtypes} {collective.input_bytes} B in{ranks}"
     return f"{_group(tag)} {size}: {' '.join(_members(tag))}"
 
 

@@ -1,0 +1,165 @@
+"""A group of parameters in the graphs that Dynamo traces: unsharded before their module's forward, freed after it.
+
+What Dynamo reads here, it guards, at each call of the compiled function. So what a graph depends on lies flat: a few
+lists, and a tuple of settings that one guard compares as a whole. ``update`` writes them anew when anything changes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn as nn
+
+from . import traced_ops
+from .recipes import write_recipes
+from .tracing import frees_are_restored, guarded_settings, numbered, own_tags, tagged, trace_token, warn_once
+from .unsharding import pre_all_gather, without_padding
+
+if TYPE_CHECKING:
+    from .fsdp_param import FSDPParam
+    from .fsdp_param_group import FSDPParamGroup
+
+
+class Settings(NamedTuple):
+    """What graphs depend on beside tensors.
+
+    Attributes:
+        recipes: of the parameters, as one text.
+        names: for each module that holds a parameter, under which name, and which of the group's it is.
+        extends: which have an all-gather extension.
+        distributed: which are a ``DTensor`` when unsharded.
+        slices: whether fewer ranks keep a slice after forward.
+        trains: which require grad.
+    """
+
+    recipes: str
+    names: tuple[tuple[str, int], ...]
+    extends: tuple[bool, ...]
+    distributed: tuple[bool, ...]
+    slices: bool
+    trains: tuple[bool, ...]
+
+
+class TracedGroup:
+    """What graphs read of ``group``, and what they do with it.
+
+    Attributes:
+        tags: of each parameter, what graph nodes carry, as text.
+        why_untraced: what is set that has no traced form; or empty.
+        is_open: whether the modules hold tensors that a graph made.
+    """
+
+    def __init__(self, group: FSDPParamGroup) -> None:
+        self._group = group
+        self.tags = ["{}"] * len(group.params)
+        self.why_untraced = ""
+        self.is_open = False
+        self._token = ""  # of the graph that made them
+        self._owned: list[list[torch.Tensor]] = []  # of each parameter, what may be freed after use
+        self._fixed: tuple[str, tuple[tuple[str, int], ...], tuple[bool, ...], tuple[bool, ...], bool]
+        self._inputs: list[torch.Tensor] = []
+        self._owners: list[nn.Module] = []
+        self._sharded_params: list[nn.Parameter] = []
+        self._special: list[FSDPParam] = []  # all parameters, if graphs need more of some
+
+    # -- between graphs -----------------------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """Follow changes of settings and of tensors."""
+        group, params = self._group, self._group.params
+        fewer, inputs = group.post_forward_mesh_info, _Inputs()
+        recipes = [param.traced.recipe(inputs.position, fewer) for param in params]
+        owners = [(module, name, index) for index, param in enumerate(params) for module, name in param.owners]
+        extends = tuple(param.has_extension for param in params)
+        distributed = tuple(param.layout.unsharded_spec is not None for param in params)
+        self.why_untraced = group.why_untraced
+        self._inputs = inputs.tensors
+        self._owners = [module for module, _, _ in owners]
+        self._sharded_params = [param.sharded_param for param in params]
+        self._special = params if any((*extends, *distributed)) else []
+        names = tuple((name, index) for _, name, index in owners)
+        self._fixed = (write_recipes(recipes), names, extends, distributed, fewer is not None)
+
+    def settings(self) -> Settings:
+        """As they are now. ``requires_grad`` is the user's to change at any time, so it is read each time."""
+        return Settings(*self._fixed, trains=tuple([param.requires_grad for param in self._sharded_params]))
+
+    # -- in graphs ----------------------------------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Emit the all-gathers of all parameters, unless the graph holds them already, and give them to the modules."""
+        token = trace_token()
+        if not self.is_open or self._token != token:
+            self.is_open, self._token = True, token
+            self._unshard(guarded_settings(), own_tags())
+
+    def _unshard(self, settings: tuple[Any, ...], tags: list[str]) -> None:
+        recipes, names, extends, distributed, _, trains = settings
+        if any(extends):
+            made = [self._unshard_one(index, recipes, tags, extends[index]) for index in range(len(tags))]
+        else:
+            made = traced_ops.unshard(recipes, tags, self._inputs, tuple(range(len(tags))))
+        self._owned = [each[1:] for each in made]
+        full = traced_ops.with_reduction(recipes, tags, self._inputs, [each[0] for each in made], trains)
+        if any(distributed):
+            full = [self._special[index].traced.as_distributed(tensor) for index, tensor in enumerate(full)]
+        for module, (name, index) in zip(self._owners, names, strict=True):
+            module._parameters[name] = full[index]  # type: ignore[assignment]
+
+    def _unshard_one(self, index: int, recipes: str, tags: list[str], extends: bool) -> list[torch.Tensor]:
+        """Like ``traced_ops.unshard`` of one parameter; what the user's tensor class does, Dynamo traces."""
+        if not extends:
+            return traced_ops.unshard(recipes, tags, self._inputs, (index,))[0]
+        param, tag = self._special[index], tags[index]
+        shard = param.traced.data.detach()
+        with tagged(tag, "unshard"):
+            inputs, metadata = pre_all_gather(shard, param.device, param.traced.extension_arguments)
+            outputs = [
+                traced_ops.gather(recipes, index, numbered(tag, number), source) for number, source in enumerate(inputs)
+            ]
+            made, inner = shard.fsdp_post_all_gather(tuple(outputs), metadata, param.compute_dtype)  # type: ignore[attr-defined]
+            return [without_padding(made, param.layout), *outputs, *inner]
+
+    def reshard(self, free: bool, to_fewer: bool) -> None:
+        """Give the sharded parameters back to the modules.
+
+        With ``free`` the graph also records that the unsharded tensors hold no data from here on. Not if a graph
+        break came in between: this graph would free what an earlier one has saved for its backward. Not either if
+        the compiler does not run the pass that gathers again in the backward.
+
+        Args:
+            to_fewer: keep a slice, if fewer ranks are set that do.
+        """
+        if not self.is_open:
+            return
+        token, settings, tags = trace_token(), guarded_settings(), own_tags()
+        for module, (name, index) in zip(self._owners, settings[1], strict=True):
+            module._parameters[name] = self._sharded_params[index]
+        owned, self._owned, self.is_open = self._owned, [], False
+        if self._token != token:
+            warn_once(
+                f"fsdp_compile: a graph break inside {self._group.label} splits its forward over several graphs; "
+                "its unsharded parameters are kept until the backward."
+            )
+        elif free and frees_are_restored():
+            if to_fewer and settings[4]:
+                traced_ops.keep_slices(settings[0], tags, self._inputs, owned)
+            traced_ops.free(tags, owned)
+
+
+class _Inputs:
+    """The tensors that graphs take of a group, each once."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def position(self, tensor: torch.Tensor | None) -> int | None:
+        """Of ``tensor``, which is added if it is new."""
+        if tensor is None:
+            return None
+        for index, known in enumerate(self.tensors):
+            if known is tensor:
+                return index
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1

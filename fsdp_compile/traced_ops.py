@@ -1,0 +1,173 @@
+"""What the transitions put into graphs: each function is one node for Dynamo, and for AOTAutograd what it does.
+
+    unshard:  sharded data ─ cast ─ all_gather_into_tensor ─ wait ─ [concatenate] ─ [slice off the padding] ─> full
+
+    backward of full:  gradient ─ cast ─┬─ [add what was set aside] ─ a row for each shard ─ reduce_scatter_tensor ─ ...
+                                        └─> set aside, without gradient sync
+
+        ... ─ wait ─┬─ [add what was set aside] ─ [all_reduce ─ wait] ─ [divide] ─ cast ─> gradient of the sharded data
+                    └─> set aside, without all-reduce
+
+    free:     resize of full's memory to zero bytes
+
+Dynamo does not look inside, so a model of many parameters is traced quickly. ``inputs`` are the tensors of one group;
+the recipes say what each is, and the tags what the nodes of each parameter carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from . import torch_compat
+from .communication import WIRE_DTYPES
+from .recipes import Recipe, read_recipes
+from .set_aside import add_set_aside
+from .tracing import tagged
+
+c10d = torch.ops._c10d_functional
+
+
+Tensors = Sequence[torch.Tensor]
+
+
+@torch_compat.one_node
+def unshard(recipes: str, tags: Sequence[str], inputs: Tensors, which: Sequence[int]) -> list[list[torch.Tensor]]:
+    """All-gather the parameters ``which`` of a group.
+
+    Returns:
+        For each its unsharded data, then the memory that may be freed after use, if the unsharded data has its own.
+    """
+    read, made = read_recipes(recipes), []
+    for index in which:
+        with tagged(tags[index], "unshard"), torch_compat.below_autograd():
+            made.append(_unshard(read[index], inputs[read[index].data]))
+    return made
+
+
+def _unshard(recipe: Recipe, data: torch.Tensor) -> list[torch.Tensor]:
+    source = data.detach().to(device=recipe.device, dtype=recipe.compute_dtype)
+    if recipe.gather_group is None:
+        return [source] if source.dtype == data.dtype and source.device == data.device else [source, source]
+    full = _all_gather(source, recipe.world, recipe.gather_group)
+    if recipe.shard_dim:
+        full = torch.cat(full.chunk(recipe.world), dim=recipe.shard_dim)
+    return [full[: recipe.rows] if recipe.padding else full, full]
+
+
+@torch_compat.one_node
+def gather(recipes: str, index: int, tag: str, source: torch.Tensor) -> torch.Tensor:
+    """All-gather one of the tensors that an extension sends for parameter ``index``."""
+    recipe = read_recipes(recipes)[index]
+    with tagged(tag, "unshard"), torch_compat.below_autograd():
+        return source if recipe.gather_group is None else _all_gather(source, recipe.world, recipe.gather_group)
+
+
+def _all_gather(source: torch.Tensor, world: int, group: str) -> torch.Tensor:
+    """All shards one after the other; sent as bytes if the transport might not know the dtype."""
+    if source.dtype in WIRE_DTYPES:
+        return c10d.wait_tensor(c10d.all_gather_into_tensor(source.contiguous(), world, group))
+    sent = source.contiguous().view(torch.uint8)
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(sent, world, group)).view(source.dtype)
+
+
+@torch_compat.one_node
+def with_reduction(
+    recipes: str, tags: Sequence[str], inputs: Tensors, full: Tensors, trains: Sequence[bool]
+) -> list[torch.Tensor]:
+    """The unsharded data ``full`` of a group as it is; its backward reduces the gradients of those that train.
+
+    They require grad without grad mode too, as parameters do: some operators choose their kernels by it.
+    """
+
+    def of(position: int | None) -> torch.Tensor | None:
+        return None if position is None else inputs[position]
+
+    made = []
+    with torch.enable_grad():
+        for recipe, tag, tensor, train in zip(read_recipes(recipes), tags, full, trains, strict=True):
+            places = of(recipe.unsharded_place), of(recipe.partial_place)
+            made.append(ReduceGradient.apply(recipe, tag, tensor, of(recipe.target), *places) if train else tensor)
+    return made
+
+
+class ReduceGradient(torch.autograd.Function):
+    """One of ``with_reduction``."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        recipe: Recipe,
+        tag: str,
+        full: torch.Tensor,
+        target: torch.Tensor,
+        unsharded_place: torch.Tensor | None,
+        partial_place: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.recipe, ctx.tag, ctx.dtype, ctx.device = recipe, tag, target.dtype, target.device
+        ctx.save_for_backward(unsharded_place, partial_place)
+        return full.view_as(full)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        with tagged(ctx.tag, "reduce"), torch_compat.below_autograd():
+            reduced = _reduce(ctx.recipe, grad, *ctx.saved_tensors)
+            reduced = reduced.to(dtype=ctx.dtype, device=ctx.device)
+        return None, None, None, reduced, None, None
+
+
+def _reduce(
+    recipe: Recipe, grad: torch.Tensor, unsharded_place: torch.Tensor | None, partial_place: torch.Tensor | None
+) -> torch.Tensor:
+    """As far as the recipe goes: not at all, over the shard ranks, or over all data-parallel ranks."""
+    source = grad.to(recipe.reduce_dtype)
+    if not recipe.syncs:
+        return source
+    if unsharded_place is not None:
+        source = add_set_aside(source, unsharded_place)
+    source = source if recipe.pre == 1 else source / recipe.pre
+    reduced = _rows(recipe, source)
+    if recipe.reduce_group is not None:
+        reduced = c10d.wait_tensor(c10d.reduce_scatter_tensor(reduced, recipe.op, recipe.world, recipe.reduce_group))
+    if not recipe.all_reduces:
+        return reduced
+    if partial_place is not None:
+        reduced = add_set_aside(reduced, partial_place)
+    if recipe.replicate_group is not None:
+        reduced = c10d.wait_tensor(c10d.all_reduce(reduced, recipe.op, recipe.replicate_group))
+    return reduced if recipe.post == 1 else reduced / recipe.post
+
+
+def _rows(recipe: Recipe, grad: torch.Tensor) -> torch.Tensor:
+    """The shards of ``grad`` one after the other, padded, contiguous."""
+    if recipe.shard_dim:
+        grad = grad.unflatten(recipe.shard_dim, (recipe.world, -1)).movedim(recipe.shard_dim, 0).flatten(0, 1)
+    elif recipe.padding:
+        grad = F.pad(grad, [0, 0] * (grad.dim() - 1) + [0, recipe.padding])
+    return grad.contiguous()
+
+
+@torch_compat.one_node
+def free(tags: Sequence[str], tensors: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Record that ``tensors`` hold no data from here on."""
+    for tag, some in zip(tags, tensors, strict=True):
+        with tagged(tag, "reshard"):
+            for tensor in some:
+                torch_compat.record_free(tensor)
+
+
+@torch_compat.one_node
+def keep_slices(recipes: str, tags: Sequence[str], inputs: Tensors, full: Sequence[Tensors]) -> None:
+    """Take a slice of each of ``full`` for the gather of the backward, among fewer ranks.
+
+    It is chosen by a tensor and not by a number, which would be another constant on each rank. Nothing in the graph
+    reads it yet: a pass does, by the tag. Until then the wait keeps it from being taken for dead.
+    """
+    for recipe, tag, (tensor,) in zip(read_recipes(recipes), tags, full, strict=True):
+        assert recipe.slice is not None and recipe.slice_index is not None
+        rows = tensor.detach().reshape(recipe.slice[0], -1)
+        with tagged(tag, "reshard", slice=list(recipe.slice)), torch_compat.below_autograd():
+            c10d.wait_tensor(rows.index_select(0, inputs[recipe.slice_index]))
