@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from statistics import median
 
 RESAMPLES = 2000
-HEADER = ("quantity", "ours", "torch", "ratio", "95% interval", "goal", "met")
 
 
 @dataclass
@@ -72,9 +71,10 @@ def _ratio(ours: Sequence[float], torch: Sequence[float]) -> float:
     return median(ours) / median(torch)
 
 
-def as_table(comparisons: Sequence[Comparison]) -> str:
-    rows = [HEADER, *(each.cells() for each in comparisons)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+def as_table(comparisons: Sequence[Comparison], ours: str = "ours", theirs: str = "torch") -> str:
+    header = ("quantity", ours, theirs, "ratio", "95% interval", "goal", "met")
+    rows = [header, *(each.cells() for each in comparisons)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     return "\n".join(
         "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in cells).rstrip()
         for cells in (list(enumerate(zip(row, widths, strict=True))) for row in rows)

@@ -9,12 +9,8 @@ See README.md for what is measured.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
-import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,35 +18,25 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two ranks share the cores
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")
 
-from comparison import Comparison, as_table, compare  # noqa: E402
+from comparison import Comparison, compare  # noqa: E402
+from harness import Measured, on_ranks, positive, report  # noqa: E402
 from measurements import hooks_rank, hooks_without_transport_rank, link_rank, memory_rank, step_rank  # noqa: E402
 from rate_limited_link import check_possible  # noqa: E402
 
-from fsdp_compile.local_ranks import RankFailed, UsageError, run_ranks  # noqa: E402
-
 RANKS = 2
 MILLI, MEGA = 1e3, 1e-6
-
-Measured = tuple[list[Comparison], dict[str, Any]]
 
 
 def main() -> None:
     args = parse_arguments()
     chosen = list(COMPARISONS) if args.what == "all" else [args.what]
-    try:
+
+    def measure() -> dict[str, Measured]:
         if "link" in chosen:
             check_possible()
-        measured = {name: COMPARISONS[name](args) for name in chosen}
-    except UsageError as error:
-        fail(str(error), 2)
-    except RankFailed as error:
-        fail(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        fail("interrupted", 130)
-    comparisons = [each for found, _ in measured.values() for each in found]
-    print(as_table(comparisons))
-    if args.json:
-        args.json.write_text(json.dumps(as_json(args, measured), indent=1) + "\n")
+        return {name: COMPARISONS[name](args) for name in chosen}
+
+    report(measure, args, ("ours", "torch"))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -66,18 +52,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, metavar="MBIT", help="link: default is what takes as long as the compute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers there")
     return parser.parse_args()
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return number
-
-
-def fail(message: str, code: int) -> None:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(code)
 
 
 # -- the comparisons --------------------------------------------------------------------------------------------------
@@ -140,14 +114,6 @@ COMPARISONS: dict[str, Callable[[argparse.Namespace], Measured]] = {
 }
 
 
-def on_ranks(target: Callable[..., None], world: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Run ``target`` on ``world`` ranks and return what rank 0 wrote."""
-    print(f"running {target.__name__} ...", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory() as directory:
-        run_ranks(target, world, args, directory)
-        return json.loads((Path(directory) / "numbers.json").read_text())
-
-
 def between(
     samples: dict[str, Any],
     quantity: str,
@@ -163,18 +129,6 @@ def between(
 def over_plain(samples: dict[str, Any], name: str) -> list[float]:
     """What the step costs the main thread more than it costs without sharding."""
     return [a - b for a, b in zip(samples[name]["thread"], samples["plain"]["thread"], strict=True)]
-
-
-def as_json(args: argparse.Namespace, measured: dict[str, Measured]) -> dict[str, Any]:
-    import torch
-
-    return {
-        "torch": torch.__version__,
-        "cores": len(os.sched_getaffinity(0)),
-        "arguments": {name: str(value) for name, value in vars(args).items()},
-        "comparisons": [asdict(each) | {"met": each.met} for rows, _ in measured.values() for each in rows],
-        "numbers": {name: numbers for name, (_, numbers) in measured.items()},
-    }
 
 
 if __name__ == "__main__":

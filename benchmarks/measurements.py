@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,27 +16,24 @@ from contestants import (
     STEP_LLAMA,
     Contestant,
     Task,
-    check_same_work,
     llama_task,
     stack_task,
 )
+from harness import finish, join, write
 from live_bytes import LiveBytes, live_bytes
 from rate_limited_link import bytes_sent, join_link, limit_rate
 from rounds import WARM_UP, Samples, over_ranks, run_block, run_rounds
 from torch_compat import join_imaginary_world
 
-TIMEOUT = timedelta(seconds=120)  # of one collective: a rank that waits longer fails, and all end
 MEMORY_STEPS = 6
-
-Numbers = dict[str, Any]
 
 
 def hooks_rank(rank: int, world: int, args: argparse.Namespace, directory: str) -> None:
     """Times of forward and backward of a model of many tiny modules; the optimizer runs, untimed."""
-    _join(rank, world, directory)
+    join(rank, world, directory)
     contestants = _make(stack_task(args.modules), "plain", "ours", "torch")
     samples = run_rounds(contestants, args.rounds, args.steps, timed_update=False)
-    _finish(contestants, {"samples": samples}, directory)
+    finish(contestants, {"samples": samples}, directory)
 
 
 def hooks_without_transport_rank(rank: int, world: int, args: argparse.Namespace, directory: str) -> None:
@@ -47,20 +42,20 @@ def hooks_without_transport_rank(rank: int, world: int, args: argparse.Namespace
     join_imaginary_world(2)
     contestants = _make(stack_task(args.modules), "plain", "ours", "torch")
     samples = run_rounds(contestants, args.rounds, args.steps, timed_update=False)
-    _write({"samples": samples}, directory)
+    write({"samples": samples}, directory)
 
 
 def step_rank(rank: int, world: int, args: argparse.Namespace, directory: str) -> None:
     """Times of whole steps of a Llama over the loopback device."""
-    _join(rank, world, directory)
+    join(rank, world, directory)
     contestants = _make(_llama(args), "ours", "torch")
     samples = run_rounds(contestants, args.rounds, args.steps, timed_update=True)
-    _finish(contestants, {"samples": samples}, directory)
+    finish(contestants, {"samples": samples}, directory)
 
 
 def memory_rank(rank: int, world: int, args: argparse.Namespace, directory: str) -> None:
     """Peak live bytes of a step; each contestant is made anew in each round, so that no other is in memory."""
-    _join(rank, world, directory)
+    join(rank, world, directory)
     samples: Samples = {name: {"peak": [], "before": []} for name in ("ours", "torch")}
     for _ in range(args.memory_rounds):
         for name, of in samples.items():
@@ -69,14 +64,14 @@ def memory_rank(rank: int, world: int, args: argparse.Namespace, directory: str)
             of["before"].append(median(step.before for step in found))
     samples = over_ranks(samples)
     if rank == 0:
-        _write({"samples": samples}, directory)
+        write({"samples": samples}, directory)
 
 
 def link_rank(rank: int, world: int, args: argparse.Namespace, directory: str) -> None:
     """Times of whole steps over a link that needs about as long for a step's bytes as the cores for its compute."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     join_link(rank, Path(directory))
-    _join(rank, world, directory, device=None)
+    join(rank, world, directory, device=None)
     contestants = _make(llama_task(LINK_LLAMA, args.batch, args.seq), *MAKERS)
     run_block(contestants["plain"], WARM_UP, timed_update=True)
     compute = _compute_time(contestants["plain"], args.steps)
@@ -88,17 +83,10 @@ def link_rank(rank: int, world: int, args: argparse.Namespace, directory: str) -
     samples = run_rounds(contestants, args.rounds, args.steps, timed_update=True)
     for name, of in samples.items():
         of["sent"] = [float(sent[name])]
-    _finish(contestants, {"samples": samples, "rate": rate, "compute": compute}, directory)
+    finish(contestants, {"samples": samples, "rate": rate, "compute": compute}, directory)
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
-
-
-def _join(rank: int, world: int, directory: str, device: str | None = "lo") -> None:
-    torch.set_num_threads(1)
-    if device is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = device
-    dist.init_process_group("gloo", f"file://{directory}/rendezvous", TIMEOUT, world, rank)
 
 
 def _llama(args: argparse.Namespace) -> Task:
@@ -147,14 +135,3 @@ def _from_rank_0(value: float) -> float:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
-
-
-def _finish(contestants: dict[str, Contestant], numbers: Numbers, directory: str) -> None:
-    check_same_work(each for name, each in contestants.items() if name != "plain")
-    if dist.get_rank() == 0:
-        _write(numbers, directory)
-    dist.barrier()  # a rank that ends closes its connections
-
-
-def _write(numbers: Numbers, directory: str) -> None:
-    (Path(directory) / "numbers.json").write_text(json.dumps(numbers))
