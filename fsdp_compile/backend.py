@@ -23,6 +23,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from . import passes, torch_compat
+from .inductor_order import FxOrder, pinned_after
 from .passes import PassContext
 
 _context = PassContext()
@@ -123,6 +124,16 @@ def install_into(compiler_fn: Any) -> None:
     users = [] if before is None else [*before] if isinstance(before, (list, tuple)) else [before]
     backend.config["joint_custom_pre_pass"] = [*users, _joint_pass]
     backend.config["custom_partitioner_fn"] = Partitioner(_setting(backend, "custom_partitioner_fn"))
+    _keep_fx_order(backend)
+
+
+def _keep_fx_order(backend: Any) -> None:
+    """Have the emitted code launch and wait where our passes planned it."""
+    backend.config["_pre_fusion_custom_pass"] = pinned_after(_setting(backend, "_pre_fusion_custom_pass"))
+    enabled = _setting(backend, "reorder_for_compute_comm_overlap")  # unless it is set, Inductor ignores the list
+    users = _setting(backend, "reorder_for_compute_comm_overlap_passes") if enabled else ()
+    backend.config["reorder_for_compute_comm_overlap_passes"] = [*users, FxOrder()]
+    backend.config["reorder_for_compute_comm_overlap"] = True
 
 
 def passes_will_run(compiler_fn: Any) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn as nn
 from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass  # a pass whose results may be cached
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn  # the same for a partitioner
+from torch._inductor.custom_graph_pass import CustomSchedulerPass as CustomSchedulerPass  # the same, before fusion
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -347,6 +349,64 @@ def caching_of_autograd_functions() -> AbstractContextManager[Any]:
 def no_common_subexpressions() -> AbstractContextManager[Any]:
     """Inside, the partitioner does not merge equal nodes."""
     return functorch_config.patch(cse=False)
+
+
+# -- Inductor's scheduler ---------------------------------------------------------------------------------------------
+
+
+Kernel = Any  # an entry of the scheduler's list: a kernel, a call of a library, a launch or a wait
+
+
+def fx_nodes_of_lowering() -> list[Node]:
+    """The nodes, in order, of the FX graph that Inductor is making kernels of now."""
+    from torch._inductor.virtualized import V
+
+    return list(V.graph.graph.nodes)
+
+
+def origins_of(kernel: Kernel) -> Iterator[Node]:
+    """The FX nodes that a kernel computes."""
+    for part in kernel.get_nodes():
+        if part is not kernel:
+            yield from origins_of(part)
+        elif part.node is not None:
+            yield from part.node.origins
+
+
+def is_communication(kernel: Kernel) -> bool:
+    """Whether this launches a collective or waits for one."""
+    from torch._inductor.utils import contains_collective, contains_wait
+
+    return contains_collective(kernel) or contains_wait(kernel)
+
+
+def buffers_made(kernel: Kernel) -> Iterable[str]:
+    """Names of what a kernel writes; each write has a name of its own, in place too."""
+    return kernel.get_buffer_names()
+
+
+def buffers_needed(kernel: Kernel) -> list[str]:
+    """Names of what must have been written before a kernel runs, sorted."""
+    return sorted(dependency.name for dependency in kernel.unmet_dependencies)
+
+
+def pin_order(kernels: list[Kernel], chain: list[Kernel]) -> list[Kernel]:
+    """Have each of ``chain`` run after the one before it; the kernels, sorted, as fusion expects them.
+
+    The dependences are of the kind by which Inductor itself keeps launches in order: no buffer lives longer for them.
+    """
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.virtualized import V
+
+    for before, after in pairwise(chain):
+        (earlier, *_), (later, *_) = before.get_buffer_names(), after.get_buffer_names()
+        after.add_fake_dep(WeakDep(earlier, mutating_buf=later, is_fake=True))
+    kernels = V.graph.scheduler.topological_sort_schedule(kernels)
+    makers = {name: kernel for kernel in kernels for name in buffers_made(kernel)}
+    for kernel in kernels:  # fusion reads `ancestors` to see whether it would make a cycle
+        for maker in {makers[name]: None for name in buffers_needed(kernel) if name in makers}:
+            kernel.ancestors = kernel.ancestors | maker.ancestors | maker.get_operation_names()
+    return kernels
 
 
 # -- counters ---------------------------------------------------------------------------------------------------------
