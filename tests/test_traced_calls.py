@@ -402,6 +402,38 @@ def _without_backward(evaluate, reshard):
     assert not list(reductions(graph)) and not frees(graph)
 
 
+class Asks(SmallNet):
+    """As ``matmul`` does, to choose a kernel for views."""
+
+    def forward(self, x):
+        return self.head(x), self.head.weight.requires_grad, self.blocks[0].up.weight.requires_grad
+
+
+@pytest.mark.xfail(strict=True, reason="what a graph without gradients gathers does not require any, as eagerly it does")
+@pytest.mark.parametrize("evaluate", [no_grad, inference_mode])
+def test_parameters_require_gradients_without_grad_mode(ranks2, evaluate):
+    ranks2.run(_asks, evaluate)
+
+
+def _asks(evaluate):
+    eager, traced = both(Asks)
+    for training in (eager, traced):
+        evaluate(training, batch(0))
+    assert_equal(eager, traced)
+
+
+def test_views_of_a_batch_without_gradients(ranks2):
+    ranks2.run(_views)
+
+
+def _views():
+    """Not bit for bit yet: the same reason."""
+    eager, traced = both()
+    for training in (eager, traced):
+        no_grad(training, batch(0, rows=24).view(2, 12, 12)[:, :-1])
+    torch.testing.assert_close(traced.history, eager.history)
+
+
 class Dropout(SmallNet):
     def forward(self, x):
         return nn.functional.dropout(super().forward(x), 0.5, self.training)
