@@ -29,10 +29,6 @@ def save_matmuls(ctx, op, *args, **kwargs):
 
 
 def recompute_all(ctx, op, *args, **kwargs):
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def must_recompute_all(ctx, op, *args, **kwargs):
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
@@ -40,8 +36,7 @@ def save_all(ctx, op, *args, **kwargs):
     return CheckpointPolicy.PREFER_SAVE
 
 
-POLICIES = {"none": None, "save matmuls": save_matmuls, "recompute": recompute_all,
-            "must recompute": must_recompute_all, "save": save_all}
+POLICIES = {"none": None, "save matmuls": save_matmuls, "recompute": recompute_all, "save": save_all}
 
 
 def checkpointed(policy, function, *args):
