@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch.fx import Graph, GraphModule
@@ -125,6 +126,14 @@ def install_into(compiler_fn: Any) -> None:
     backend.config["joint_custom_pre_pass"] = [*users, _joint_pass]
     backend.config["custom_partitioner_fn"] = Partitioner(_setting(backend, "custom_partitioner_fn"))
     _keep_fx_order(backend)
+    _mark_as_cacheable(backend)
+
+
+def _mark_as_cacheable(backend: Any) -> None:
+    """Have AOTAutograd cache graphs that call our functions: all that these depend on is in the graph and the key."""
+    ours = dict.fromkeys(torch_compat.one_node_functions, passes.source_digest(Path(__file__).parent).hex())
+    users = _setting(backend, "unsafe_marked_cacheable_functions")
+    backend.config["unsafe_marked_cacheable_functions"] = {**users, **ours}
 
 
 def _keep_fx_order(backend: Any) -> None:
@@ -172,8 +181,7 @@ def fsdp(module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[
     """Backend ``"fsdp"``: Inductor with our passes; takes Inductor's ``options`` and ``mode``."""
     backend = torch_compat.inductor_backend(**kwargs)
     install_into(backend)
-    with torch_compat.caching_of_autograd_functions():
-        return backend(module, inputs)
+    return backend(module, inputs)
 
 
 torch_compat.register_backend("fsdp_eager", fsdp_eager)

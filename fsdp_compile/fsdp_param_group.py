@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,9 +18,6 @@ from .sharded_layout import ShardedLayout
 from .shared_parameters import shared_owners
 from .streams import Lane, Lanes
 from .traced_group import TracedGroup
-from .tracing import write_tag
-
-_group_ids = itertools.count()  # ranks build their models in the same order, so they number groups alike
 
 
 class FSDPParamGroup:
@@ -45,7 +41,6 @@ class FSDPParamGroup:
     ) -> None:
         self.mesh_info = mesh_info
         self.post_forward_mesh_info = post_forward_mesh_info
-        self.group_id = next(_group_ids)
         self.name = ""
         self.reduction = ReductionSettings()
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
@@ -66,13 +61,11 @@ class FSDPParamGroup:
     def set_names(self, group_name: str, module_names: dict[nn.Module, str]) -> None:
         """Name the group and its parameters as seen from the root; graph nodes will carry these names."""
         self.name = group_name
-        for index, param in enumerate(self.params):
+        for param in self.params:
             # A group may span several trees, of which the root is one.
             module, attribute = next((owner for owner in param.owners if owner[0] in module_names), param.owners[0])
             prefix = module_names.get(module, "")
             param.name = f"{prefix}.{attribute}" if prefix else attribute
-            tag = write_tag(group=self.group_id, name=group_name, params=[param.name], index=[index])
-            self.traced.tags[index] = tag
 
     @property
     def label(self) -> str:

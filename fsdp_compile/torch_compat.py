@@ -197,8 +197,13 @@ def rendezvous(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 constant_while_tracing = torch._dynamo.assume_constant_result
 
 
-# To Dynamo, a call of a function marked so is one node, which it does not look into; AOTAutograd does.
-one_node = torch._dynamo.allow_in_graph
+one_node_functions: list[str] = []  # names of the functions that are marked so
+
+
+def one_node(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark ``function``: to Dynamo a call of it is one node, which it does not look into; AOTAutograd does."""
+    one_node_functions.append(f"{function.__module__}.{function.__name__}")
+    return torch._dynamo.allow_in_graph(function)
 
 
 def record_free(tensor: torch.Tensor) -> None:
@@ -224,6 +229,12 @@ def traced_self() -> Any:
     return _variable_of_self().value
 
 
+def number_in_trace(thing: Any) -> int:
+    """The place of ``thing`` among those that were asked about while Dynamo traced this graph."""
+    numbers = _output_of_trace().__dict__.setdefault("_fsdp_compile_numbers", {})
+    return numbers.setdefault(thing, len(numbers))
+
+
 def guard_self(ask: Callable[[Any], Any]) -> Any:
     """What ``ask`` says of the object whose method Dynamo is tracing now; the graph serves only while it says that.
 
@@ -243,9 +254,13 @@ def guard_self(ask: Callable[[Any], Any]) -> Any:
 
 
 def _variable_of_self() -> Any:
+    return _output_of_trace().current_tx.symbolic_locals["self"]
+
+
+def _output_of_trace() -> Any:
     from torch._dynamo.symbolic_convert import tls
 
-    return tls.current_tx.output.current_tx.symbolic_locals["self"]
+    return tls.current_tx.output
 
 
 def current_compiler_fn() -> Any:
@@ -335,15 +350,6 @@ def nodes_of_trace() -> list[Node]:
 
     tx = getattr(tls, "current_tx", None)
     return list(tx.output.graph.nodes) if tx else []
-
-
-def caching_of_autograd_functions() -> AbstractContextManager[Any]:
-    """Inside, AOTAutograd caches graphs that contain custom autograd functions.
-
-    By default it does not: its key covers what Dynamo traced of the function, but not what the function's author may
-    do otherwise. Ours does nothing otherwise, as long as tags are part of the key.
-    """
-    return functorch_config.patch(autograd_cache_allow_custom_autograd_functions=True)
 
 
 def no_common_subexpressions() -> AbstractContextManager[Any]:

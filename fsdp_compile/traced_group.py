@@ -45,14 +45,12 @@ class TracedGroup:
     """What graphs read of ``group``, and what they do with it.
 
     Attributes:
-        tags: of each parameter, what graph nodes carry, as text.
         why_untraced: what is set that has no traced form; or empty.
         is_open: whether the modules hold tensors that a graph made.
     """
 
     def __init__(self, group: FSDPParamGroup) -> None:
         self._group = group
-        self.tags = ["{}"] * len(group.params)
         self.why_untraced = ""
         self.is_open = False
         self._token = ""  # of the graph that made them
@@ -84,6 +82,16 @@ class TracedGroup:
     def settings(self) -> Settings:
         """As they are now. ``requires_grad`` is the user's to change at any time, so it is read each time."""
         return Settings(*self._fixed, trains=tuple([param.requires_grad for param in self._sharded_params]))
+
+    @property
+    def name(self) -> str:
+        """Of the group."""
+        return self._group.name
+
+    @property
+    def param_names(self) -> list[str]:
+        """Of the parameters, from the root."""
+        return [param.name for param in self._group.params]
 
     # -- in graphs ----------------------------------------------------------------------------------------------------
 

@@ -42,15 +42,16 @@ def guarded_settings() -> tuple[Any, ...]:
     return tuple(torch_compat.guard_self(lambda traced: traced.settings()))
 
 
-def write_tag(**parts: Any) -> str:
-    """What the nodes of one parameter carry, see ``passes.graph_view``, without the phase."""
-    return json.dumps(parts)
-
-
 @torch_compat.constant_while_tracing
 def own_tags() -> list[str]:
-    """The ``tags`` of the object whose method calls this, without a guard on them: a graph may serve equal modules."""
-    return torch_compat.traced_self().tags
+    """What graph nodes carry for each parameter of the traced group whose method calls this, see ``passes.graph_view``.
+
+    Without a guard: names do not matter to what is computed, so a graph may serve other groups that are equal. Groups
+    are numbered by appearance in the graph, so that it does not matter what a process has built before.
+    """
+    traced = torch_compat.traced_self()
+    group = {"group": torch_compat.number_in_trace(traced), "name": traced.name}
+    return [json.dumps({**group, "params": [name], "index": [i]}) for i, name in enumerate(traced.param_names)]
 
 
 @torch_compat.constant_while_tracing

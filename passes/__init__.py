@@ -32,7 +32,7 @@ from torch.fx import Graph
 
 from .accumulate import accumulate
 from .bucket import bucket
-from .context import Observer, PassConfig, PassContext, Report, Traffic
+from .context import Observer, PassConfig, PassContext, Report, Traffic, source_digest
 from .graph_view import gathers_repeat, has_backward, tag_digest
 from .keep_slices import keep_slices
 from .regather import regather
@@ -54,6 +54,7 @@ __all__ = [
     "run_inference",
     "run_joint",
     "run_parts",
+    "source_digest",
     "tag_digest",
 ]
 

@@ -27,13 +27,14 @@ class PassConfig:
 
     def digest(self) -> bytes:
         """Hash of the choices and of the source of all passes: another source means another result."""
-        return hashlib.sha256(repr(astuple(self)).encode() + _source_digest()).digest()
+        return hashlib.sha256(repr(astuple(self)).encode() + source_digest(Path(__file__).parent)).digest()
 
 
 @cache
-def _source_digest() -> bytes:
+def source_digest(directory: Path) -> bytes:
+    """Hash of the Python files in ``directory``, for keys of compile caches."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(directory.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.digest()
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import backend as fsdp_backend
-from fsdp_compile import fully_shard
+from fsdp_compile import fully_shard, traced_ops
 
 DYNAMO = torch._dynamo.utils.counters
 
@@ -62,7 +62,7 @@ def _backend(backend):
     frees = []
 
     def count_frees(graph, inputs):
-        frees.append(sum("resize_" in str(node.target) for node in graph.graph.nodes))
+        frees.append(sum(node.target is traced_ops.free for node in graph.graph.nodes))
         return graph.forward
 
     eager = train(build())
