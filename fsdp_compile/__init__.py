@@ -2,6 +2,7 @@
 
 from . import backend as _backend  # registers the backends "fsdp" and "fsdp_eager"
 from .communication import AllGather, Comm, ReduceScatter
+from .explain import Explanation, ModuleRun, explain, set_strict
 from .fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from .fsdp_param import FSDPParam, ShardedState
 from .fsdp_param_group import FSDPParamGroup
@@ -14,22 +15,26 @@ from .shard_placement import ShardPlacementResult
 __all__ = [
     "AllGather",
     "Comm",
-    "DataParallelMeshDims",
-    "FSDPMeshInfo",
-    "ReduceScatter",
-    "ShardPlacementResult",
-    "share_comm_ctx",
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "Explanation",
+    "FSDPMeshInfo",
     "FSDPModule",
     "FSDPParam",
     "FSDPParamGroup",
     "FSDPState",
     "MixedPrecisionPolicy",
+    "ModuleRun",
     "OffloadPolicy",
+    "ReduceScatter",
+    "ShardPlacementResult",
     "ShardedState",
     "UnshardHandle",
+    "explain",
     "fully_shard",
     "register_fsdp_forward_method",
+    "set_strict",
+    "share_comm_ctx",
 ]
 
 del _backend

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from typing_extensions import deprecated
 
+from . import torch_compat
 from .communication import (
     AllGather,
     DefaultAllGather,
@@ -54,6 +55,9 @@ class FSDPModule:
             async_op: only start the all-gather; call ``wait`` on the returned handle before using the parameters.
         """
         handle = UnshardHandle(self._fsdp_state)
+        if torch.compiler.is_compiling() and not self._fsdp_state.why_untraced:
+            torch_compat.with_side_effects(self._fsdp_state.unshard_traced)
+            return handle if async_op else None
         self._fsdp_state.context.lanes.after_writes(None)
         self._fsdp_state.start_unshard([self._fsdp_state])
         if async_op:
@@ -298,7 +302,9 @@ class UnshardHandle:
         self._state = state
 
     def wait(self) -> None:
-        """Wait for the gather and hand the unsharded parameters to the module."""
+        """Wait for the gather and hand the unsharded parameters to the module; in a graph that is done."""
+        if self._state.is_open:
+            return
         for group in self._state.groups:
             group.wait_for_unshard()
 

@@ -125,12 +125,16 @@ class FSDPParamGroup:
             param.refresh_sharded_param()
         self.traced.update()
 
+    def follow_replacements(self) -> None:
+        """Take parameters that someone assigned to the modules."""
+        if any([param.follow_replacement() for param in self.params]):
+            self.traced.update()
+
     # -- eager executor -----------------------------------------------------------------------------------------------
 
     def unshard(self, lanes: Lanes) -> None:
         """Start the all-gather unless the unsharded parameters are there, or on their way, and up to date."""
-        if any([param.follow_replacement() for param in self.params]):
-            self.traced.update()
+        self.follow_replacements()
         stale = any(param.is_stale for param in self.params)
         if self._gather is not None and stale:
             self.reshard()  # it was started before the sharded parameters were written
@@ -163,6 +167,7 @@ class FSDPParamGroup:
 
     def reshard(self) -> None:
         """Free the unsharded parameters and hand the sharded ones to the modules."""
+        self.traced.is_open = False
         if self._gather is not None:  # the memory may not go while it is being written
             self._gather.wait()
             self._gather = None
@@ -179,6 +184,11 @@ class FSDPParamGroup:
         self._sliced = lanes.now()
 
     @property
+    def may_hold_data(self) -> bool:
+        """Whether unsharded data, or a slice of it, is there or on its way, or modules hold other parameters."""
+        return self._gather is not None or self.traced.is_open or self.sharded_state is not ShardedState.SHARDED
+
+    @property
     def is_gathering(self) -> bool:
         return self._gather is not None
 
@@ -187,8 +197,8 @@ class FSDPParamGroup:
         if self._gather is not None:
             self.reshard()
 
-    def hide_unsharded(self) -> None:
-        """Hand the sharded parameters to the modules but keep the unsharded data for the backward.
+    def show_sharded(self) -> None:
+        """Hand the sharded parameters to the modules, and keep the unsharded data if there is any.
 
         Outside forward and backward a user so never gets hold of an unsharded parameter, from ``parameters()`` say.
         """
@@ -210,7 +220,7 @@ class FSDPParamGroup:
         if self.reshard_after_backward:
             self.reshard()
         else:
-            self.hide_unsharded()
+            self.show_sharded()
 
     def reduce(self, lanes: Lanes, used: bool) -> list[Reduction]:
         """Take the unsharded gradients, free the unsharded parameters, start the reductions.
@@ -258,7 +268,6 @@ class FSDPParamGroup:
         for param in self.params:
             param.take_unsharded_grad()
             param.take_partial_grad()
-        self.traced.is_open = False
         self.reshard()
 
     @property

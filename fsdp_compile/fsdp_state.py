@@ -24,17 +24,14 @@ import torch.nn as nn
 
 from . import torch_compat
 from .execution_order import CallPrediction, ForwardOrder
+from .explain import IN_GRAPH, SPLIT, LastRun
 from .fsdp_param_group import FSDPParamGroup
 from .nested import cast_floating_point, map_tensors, tensors_requiring_grad
 from .policies import MixedPrecisionPolicy
 from .reduction import Reduction
 from .streams import Lanes
 
-UNTRACED = (
-    "fsdp_compile: this module's transitions run eagerly; a 2D mesh, DTensor parameters, sharding on another dimension "
-    "than the first, all-gather extensions, offloading to the host, reshard_after_forward=<int>, "
-    "set_requires_gradient_sync(False), set_all_reduce_hook and custom communication have no traced form yet"
-)
+UNTRACED = "fsdp_compile: this module's transitions run eagerly; fsdp_compile.explain(model) says why"
 
 
 class TrainingState(Enum):
@@ -98,6 +95,7 @@ class FSDPState:
         self.reshard_after_forward = reshard_after_forward
         self.groups: list[FSDPParamGroup] = []
         self.context = FSDPContext(self)
+        self.last_run = LastRun()
         self.training_state = TrainingState.IDLE
         self.unshard_in_backward = True
         self.forward_prefetch: list[FSDPState] = []
@@ -116,13 +114,15 @@ class FSDPState:
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         args, kwargs = self._cast_inputs(*self._move_inputs(args, kwargs))
-        if torch.compiler.is_compiling() and self._is_traceable:
-            self._unshard_traced()
+        if torch.compiler.is_compiling() and not self.why_untraced:
+            torch_compat.with_side_effects(self.unshard_traced)
             return args, kwargs
         return self._pre_forward_eager(args, kwargs)
 
     @torch.compiler.disable(reason=UNTRACED)
+    @torch_compat.hidden_from_checkpoint_policies()
     def _pre_forward_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        self.last_run.note_eager(self)
         if self.context.callback_queued and not torch_compat.in_backward():
             self.reset()  # an exception ended the last backward
         if self.training_state is TrainingState.PRE_BACKWARD:  # activation checkpointing recomputes this forward
@@ -136,13 +136,15 @@ class FSDPState:
         return self._watch_inputs(args, kwargs) if first else (args, kwargs)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        if (torch.compiler.is_compiling() and self._is_traceable) or any(group.traced.is_open for group in self.groups):
-            self._reshard_traced()
+        if self.is_open or (torch.compiler.is_compiling() and not self.why_untraced):
+            free = self.reshards_after_forward or not torch.is_grad_enabled()
+            torch_compat.with_side_effects(self.reshard_traced, free)
         else:
             self._post_forward_eager(module, output)
         return self._cast_output(output)
 
     @torch.compiler.disable(reason=UNTRACED)
+    @torch_compat.hidden_from_checkpoint_policies()
     def _post_forward_eager(self, module: nn.Module, output: Any) -> None:
         if self.training_state is not TrainingState.PRE_BACKWARD and self._leave_forward(module):
             self._complete_forward(output)
@@ -220,6 +222,13 @@ class FSDPState:
 
     def reshard(self) -> None:
         """Free the unsharded parameters."""
+        if torch.compiler.is_compiling() and self.is_open:
+            torch_compat.with_side_effects(self.reshard_traced, True)
+        elif any(group.may_hold_data for group in self.groups):
+            self._reshard_eager()
+
+    @torch.compiler.disable(reason=UNTRACED)
+    def _reshard_eager(self) -> None:
         for group in self.groups:
             group.reshard()
 
@@ -236,7 +245,7 @@ class FSDPState:
             elif self.reshards_after_forward:
                 group.reshard_after_forward(self.context.lanes)
             else:
-                group.hide_unsharded()
+                group.show_sharded()
 
     def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Move the root's inputs to the device, as users of an accelerator expect."""
@@ -260,19 +269,38 @@ class FSDPState:
     # -- forward, traced ----------------------------------------------------------------------------------------------
 
     @property
-    def _is_traceable(self) -> bool:
-        """Whether all that the groups are set to do has a traced form; if not, the eager executor runs, untraced."""
-        return not any(group.traced.why_untraced for group in self.groups)
+    def name(self) -> str:
+        """Of the module from the root; empty for the root."""
+        return next((group.name for group in self.groups), "")
 
-    def _unshard_traced(self) -> None:
+    @property
+    def why_untraced(self) -> str:
+        """What is set that has no traced form, so that the eager executor runs, untraced; or empty."""
+        for group in self.groups:
+            if group.traced.why_untraced:
+                return group.traced.why_untraced
+        return ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether modules hold tensors that a graph made."""
+        for group in self.groups:
+            if group.traced.is_open:
+                return True
+        return False
+
+    def unshard_traced(self) -> None:
+        """Emit the all-gathers into the graph being traced, as far as it does not hold them."""
+        self.last_run.how = IN_GRAPH
         for group in self.groups:
             group.traced.unshard()
 
-    def _reshard_traced(self) -> None:
-        grads = torch.is_grad_enabled()
-        free = self.reshards_after_forward or not grads
+    def reshard_traced(self, free: bool) -> None:
+        """Give the sharded parameters back to the modules; with ``free``, record that the unsharded hold no data."""
+        to_fewer = torch.is_grad_enabled()
         for group in self.groups:
-            group.traced.reshard(free, to_fewer=grads)
+            if group.traced.reshard(free, to_fewer):
+                self.last_run.how = SPLIT
 
     # -- backward -----------------------------------------------------------------------------------------------------
 

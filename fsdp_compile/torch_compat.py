@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -146,6 +146,25 @@ def register_process_group(name: str, group: dist.ProcessGroup) -> None:
     torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
 
 
+@contextmanager
+def hidden_from_checkpoint_policies() -> Iterator[None]:
+    """Inside, policies of selective activation checkpointing see no operators; there is no public way.
+
+    They match the operators of a forward with those of its recomputation one by one, but transitions differ.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    if torch._C._len_torch_dispatch_stack() == 0:
+        yield
+        return
+    with _disable_current_modes() as modes, ExitStack() as others:
+        for mode in modes:
+            if not isinstance(mode, (_CachedTorchDispatchMode, _CachingTorchDispatchMode)):
+                others.enter_context(mode)
+        yield
+
+
 # -- autograd engine --------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +233,11 @@ def record_free(tensor: torch.Tensor) -> None:
 def below_autograd() -> AbstractContextManager[Any]:
     """Inside, operators skip autograd; for functional collectives that is a slow layer of Python."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+# Traced, this calls a function whose writes Dynamo then allows inside a higher-order operator. In activation
+# checkpointing ours are undone where the region ends; replaying them in the recomputation would be wrong.
+with_side_effects = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
 
 
 def current_frame_id() -> str:
@@ -413,6 +437,20 @@ def pin_order(kernels: list[Kernel], chain: list[Kernel]) -> list[Kernel]:
         for maker in {makers[name]: None for name in buffers_needed(kernel) if name in makers}:
             kernel.ancestors = kernel.ancestors | maker.ancestors | maker.get_operation_names()
     return kernels
+
+
+def graph_break_count() -> int:
+    """How many graph breaks Dynamo has met since ``torch.compiler.reset``."""
+    return len(torch._dynamo.utils.graph_break_reasons)
+
+
+def graph_breaks() -> list[tuple[str, str, int]]:
+    """Of each, the reason in one line, and file and line of the code that was being traced."""
+    found = []
+    for known in torch._dynamo.utils.graph_break_reasons:
+        if known.user_stack:
+            found += [(known.reason.split("\n")[0], known.user_stack[-1].filename, known.user_stack[-1].lineno or 0)]
+    return found
 
 
 # -- counters ---------------------------------------------------------------------------------------------------------

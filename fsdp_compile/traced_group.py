@@ -13,7 +13,16 @@ import torch.nn as nn
 
 from . import traced_ops
 from .recipes import write_recipes
-from .tracing import frees_are_restored, guarded_settings, numbered, own_tags, tagged, trace_token, warn_once
+from .tracing import (
+    frees_are_restored,
+    guarded_settings,
+    numbered,
+    own_settings,
+    own_tags,
+    tagged,
+    trace_token,
+    warn_once,
+)
 from .unsharding import pre_all_gather, without_padding
 
 if TYPE_CHECKING:
@@ -30,6 +39,7 @@ class Settings(NamedTuple):
         extends: which have an all-gather extension.
         distributed: which are a ``DTensor`` when unsharded.
         slices: whether fewer ranks keep a slice after forward.
+        shown: whether the modules hold the sharded parameters, and not unsharded ones or others.
         trains: which require grad.
     """
 
@@ -38,6 +48,7 @@ class Settings(NamedTuple):
     extends: tuple[bool, ...]
     distributed: tuple[bool, ...]
     slices: bool
+    shown: bool
     trains: tuple[bool, ...]
 
 
@@ -55,6 +66,7 @@ class TracedGroup:
         self.is_open = False
         self._token = ""  # of the graph that made them
         self._owned: list[list[torch.Tensor]] = []  # of each parameter, what may be freed after use
+        self._hidden: list[Any] = []  # what the modules held before
         self._fixed: tuple[str, tuple[tuple[str, int], ...], tuple[bool, ...], tuple[bool, ...], bool]
         self._inputs: list[torch.Tensor] = []
         self._owners: list[nn.Module] = []
@@ -80,8 +92,14 @@ class TracedGroup:
         self._fixed = (write_recipes(recipes), names, extends, distributed, fewer is not None)
 
     def settings(self) -> Settings:
-        """As they are now. ``requires_grad`` is the user's to change at any time, so it is read each time."""
-        return Settings(*self._fixed, trains=tuple([param.requires_grad for param in self._sharded_params]))
+        """As they are now. What users change without a call of ours is read each time."""
+        held = zip(self._owners, self._fixed[1], strict=True)
+        shown = all([module._parameters[name] is self._sharded_params[index] for module, (name, index) in held])
+        return Settings(*self._fixed, shown, tuple([param.requires_grad for param in self._sharded_params]))
+
+    def follow_replacements(self) -> None:
+        """Take parameters that someone assigned to the modules."""
+        self._group.follow_replacements()
 
     @property
     def name(self) -> str:
@@ -103,7 +121,7 @@ class TracedGroup:
             self._unshard(guarded_settings(), own_tags())
 
     def _unshard(self, settings: tuple[Any, ...], tags: list[str]) -> None:
-        recipes, names, extends, distributed, _, trains = settings
+        recipes, names, extends, distributed, _, shown, trains = settings
         if any(extends):
             made = [self._unshard_one(index, recipes, tags, extends[index]) for index in range(len(tags))]
         else:
@@ -112,7 +130,13 @@ class TracedGroup:
         full = traced_ops.with_reduction(recipes, tags, self._inputs, [each[0] for each in made], trains)
         if any(distributed):
             full = [self._special[index].traced.as_distributed(tensor) for index, tensor in enumerate(full)]
-        for module, (name, index) in zip(self._owners, names, strict=True):
+        # What comes from a module's dict and goes back there is no change for Dynamo, and it need not look at it.
+        owners = list(zip(self._owners, names, strict=True))
+        if shown:
+            self._hidden = [module._parameters[name] for module, (name, _) in owners]
+        else:
+            self._hidden = [self._sharded_params[index] for _, (_, index) in owners]
+        for module, (name, index) in owners:
             module._parameters[name] = full[index]  # type: ignore[assignment]
 
     def _unshard_one(self, index: int, recipes: str, tags: list[str], extends: bool) -> list[torch.Tensor]:
@@ -129,8 +153,8 @@ class TracedGroup:
             made, inner = shard.fsdp_post_all_gather(tuple(outputs), metadata, param.compute_dtype)  # type: ignore[attr-defined]
             return [without_padding(made, param.layout), *outputs, *inner]
 
-    def reshard(self, free: bool, to_fewer: bool) -> None:
-        """Give the sharded parameters back to the modules.
+    def reshard(self, free: bool, to_fewer: bool) -> bool:
+        """Give the sharded parameters back to the modules; whether a graph break has come in between.
 
         With ``free`` the graph also records that the unsharded tensors hold no data from here on. Not if a graph
         break came in between: this graph would free what an earlier one has saved for its backward. Not either if
@@ -140,20 +164,31 @@ class TracedGroup:
             to_fewer: keep a slice, if fewer ranks are set that do.
         """
         if not self.is_open:
-            return
-        token, settings, tags = trace_token(), guarded_settings(), own_tags()
-        for module, (name, index) in zip(self._owners, settings[1], strict=True):
-            module._parameters[name] = self._sharded_params[index]
-        owned, self._owned, self.is_open = self._owned, [], False
-        if self._token != token:
-            warn_once(
-                f"fsdp_compile: a graph break inside {self._group.label} splits its forward over several graphs; "
-                "its unsharded parameters are kept until the backward."
-            )
-        elif free and frees_are_restored():
-            if to_fewer and settings[4]:
-                traced_ops.keep_slices(settings[0], tags, self._inputs, owned)
-            traced_ops.free(tags, owned)
+            return False
+        owned, hidden = self._owned, self._hidden
+        self._owned, self._hidden, self.is_open = [], [], False
+        if not torch.compiler.is_compiling():
+            self._group.show_sharded()
+        else:
+            settings = own_settings()
+            for module, (name, _), before in zip(self._owners, settings[1], hidden, strict=True):
+                module._parameters[name] = before
+            if self._token == trace_token():
+                if free and frees_are_restored():
+                    self._free(settings, own_tags(), owned, to_fewer)
+                return False
+        warn_once(
+            f"fsdp_compile: a graph break inside {self._group.label} splits its forward over several graphs; "
+            "its unsharded parameters are kept until the backward."
+        )
+        return True
+
+    def _free(
+        self, settings: tuple[Any, ...], tags: list[str], owned: list[list[torch.Tensor]], to_fewer: bool
+    ) -> None:
+        if to_fewer and settings[4]:
+            traced_ops.keep_slices(settings[0], tags, self._inputs, owned)
+        traced_ops.free(tags, owned)
 
 
 class _Inputs:

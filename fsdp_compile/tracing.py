@@ -39,7 +39,14 @@ def warn_once(message: str) -> None:
 @torch_compat.constant_while_tracing
 def guarded_settings() -> tuple[Any, ...]:
     """The ``settings()`` of the object whose method calls this; the graph serves only as long as they are the same."""
+    torch_compat.traced_self().follow_replacements()
     return tuple(torch_compat.guard_self(lambda traced: traced.settings()))
+
+
+@torch_compat.constant_while_tracing
+def own_settings() -> tuple[Any, ...]:
+    """The same without a guard, where one has been set already."""
+    return tuple(torch_compat.traced_self().settings())
 
 
 @torch_compat.constant_while_tracing

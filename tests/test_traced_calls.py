@@ -406,7 +406,6 @@ class Asks(SmallNet):
         return self.head(x), self.head.weight.requires_grad, self.blocks[0].up.weight.requires_grad
 
 
-@pytest.mark.xfail(strict=True, reason="what a graph without backward gathers requires no gradient; eagerly it does")
 @pytest.mark.parametrize("evaluate", [no_grad, inference_mode])
 def test_parameters_require_gradients_without_grad_mode(ranks2, evaluate):
     ranks2.run(_asks, evaluate)

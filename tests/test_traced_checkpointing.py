@@ -1,7 +1,6 @@
 """Activation checkpointing around, inside and between sharded modules: equal bits, and no gather more than eagerly."""
 
 from collections import Counter
-from contextlib import nullcontext
 from functools import partial
 from itertools import product
 
@@ -16,11 +15,6 @@ from traced import SmallBlock, SmallNet, Training, assert_equal, compiled, graph
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile.passes.graph_view import gathers
 from fsdp_compile.torch_compat import dynamo_counts
-
-
-def allowed(around):
-    """What Dynamo needs to trace a checkpoint around a sharded module."""
-    return torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True) if around else nullcontext()
 
 
 def save_matmuls(ctx, op, *args, **kwargs):
@@ -165,15 +159,13 @@ def test_checkpoints(ranks2, cls, policy):
 def _checkpoints(cls, policy):
     reference, eager, model = Training(plain()), Training(build(cls, policy)), build(cls, policy)
     traced = Training(model, compiled(model))
-    with allowed(issubclass(cls, Around)), graphs() as stages:
+    with graphs() as stages:
         assert_equal(reference.steps(0, 1), traced.steps(0, 1))
     assert_equal(reference, eager.steps(0, 1))
     assert_gathered_once(stages)
     assert dynamo_counts() == (1, 0, 0)
 
 
-@pytest.mark.xfail(strict=True, reason="a policy that saves everything sees the eager executor's gathers, which "
-                                       "the recomputation does in another order; torch's fully_shard trains")
 def test_saving_everything_around_several_blocks_eagerly(ranks2):
     ranks2.run(_saving_everything)
 
@@ -188,7 +180,7 @@ def test_saving_everything_around_several_blocks(ranks2):
 
 def _saving_everything_compiled():
     model = build(AroundSeveral, "save")
-    with allowed(True), graphs() as stages:
+    with graphs() as stages:
         assert_equal(Training(plain()).steps(0, 1), Training(model, compiled(model)).steps(0, 1))
     assert_gathered_once(stages)
 
@@ -201,7 +193,7 @@ def test_checkpoints_of_everything_and_in_each_other(ranks2, cls):
 def _everything(cls):
     reference, model = Training(plain()), build(cls, "none")
     traced = Training(model, compiled(model))
-    with allowed(True), graphs() as stages:
+    with graphs() as stages:
         assert_equal(reference.steps(0, 1), traced.steps(0, 1))
     assert_gathered_once(stages)
 
@@ -217,7 +209,7 @@ def _settings(cls, reshard):
     kwargs = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32), "reshard_after_forward": reshard}
     reference, model = Training(plain(**kwargs)), build(cls, "none", **kwargs)
     traced = Training(model, compiled(model))
-    with allowed(cls is Around), graphs() as stages:
+    with graphs() as stages:
         assert_equal(reference.steps(0, 1), traced.steps(0, 1))
     (backward,) = of_stage(stages, "backward after")
     gathered = Counter(name for gather in gathers(backward) for name in gather.tag.params)
@@ -243,7 +235,7 @@ def _wrapped(sharded_first):
 
     reference, eager, model = Training(plain()), Training(build_wrapped()), build_wrapped()
     traced = Training(model, compiled(model))
-    with allowed(sharded_first), graphs() as stages:
+    with graphs() as stages:
         assert_equal(reference.steps(0, 1), traced.steps(0, 1))
     assert_equal(reference, eager.steps(0, 1))
     for stage in ("forward after", "backward after"):
@@ -270,6 +262,5 @@ def _dropout():
     for traced in (False, True):
         model = build(DropoutAround, "none")
         torch.manual_seed(1)
-        with allowed(traced):
-            trainings.append(Training(model, compiled(model) if traced else None).steps(0, 1))
+        trainings.append(Training(model, compiled(model) if traced else None).steps(0, 1))
     assert_equal(*trainings)

@@ -28,14 +28,7 @@ def wrapped(owner, name):
 
 HOW = {"block.compile()": in_place, "torch.compile(block)": wrapped}
 how = pytest.mark.parametrize("how", HOW)
-SEPARATE = pytest.mark.xfail(strict=True, reason="the tags name each block, so equal blocks share no graph")
 WHICH = {"all": (0, 1, 2, 3), "first": (0,), "last": (3,), "every other": (0, 2), "inner": (1, 2)}
-
-
-def cases(names, failing):
-    """Each name with each way of compiling."""
-    pairs = [(name, how) for name in names for how in HOW]
-    return [pytest.param(*pair, marks=[SEPARATE] if pair in failing else []) for pair in pairs]
 
 
 def agree(eager, traced, steps=(0, 1, 2)):
@@ -48,8 +41,8 @@ def agree(eager, traced, steps=(0, 1, 2)):
     assert_equal(eager, traced)
 
 
-@pytest.mark.parametrize("which, how", cases(WHICH, [(which, "torch.compile(block)") for which in WHICH
-                                                    if len(WHICH[which]) > 1]))
+@pytest.mark.parametrize("which", WHICH)
+@how
 def test_blocks(ranks2, which, how):
     ranks2.run(_blocks, which, how)
 
@@ -66,7 +59,8 @@ def _blocks(which, how):
         assert dynamo_counts()[0] == 2
 
 
-@pytest.mark.parametrize("count, how", cases([12], [(12, "torch.compile(block)")]))
+@pytest.mark.parametrize("count", [12])
+@how
 def test_many_blocks(ranks2, count, how):
     ranks2.run(_many, count, how)
 
@@ -128,8 +122,8 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("name, how", cases(TREES, [("parents", "torch.compile(block)"), ("parents", "block.compile()"),
-                                                    ("leaves", "torch.compile(block)")]))
+@pytest.mark.parametrize("name", TREES)
+@how
 def test_mixed_trees(ranks2, name, how):
     ranks2.run(_trees, name, how)
 

@@ -5,11 +5,10 @@ import warnings
 import pytest
 import torch
 from models import Block, Net, assert_same, shard, train
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import backend as fsdp_backend
-from fsdp_compile import fully_shard, traced_ops
+from fsdp_compile import explain, fully_shard, traced_ops
 
 DYNAMO = torch._dynamo.utils.counters
 
@@ -130,7 +129,7 @@ def _checkpointing(cls):
         gathers[stage] = sum("all_gather" in str(node.target) for node in graph.nodes)
 
     model = build(cls)
-    allow = {"skip_fwd_side_effects_in_bwd_under_checkpoint": cls is CheckpointedAround}
+    allow = {}
     with torch._dynamo.config.patch(allow), fsdp_backend.observed(count):
         assert_same(plain, train(model, torch.compile(model, backend="fsdp_eager", fullgraph=True)))
     assert gathers["forward after"] == 3  # the root and two blocks
@@ -162,9 +161,16 @@ def test_settings_without_a_traced_form_run_eagerly(ranks2):
 
 
 def _untraced():
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    eager, model = build(mesh=mesh), build(mesh=mesh)
+    def hooked():
+        model = build()
+        model.blocks[0].set_all_reduce_hook(lambda grad: grad.mul_(2))
+        return model
+
+    eager, model = hooked(), hooked()
     assert_same(train(eager), train(model, torch.compile(model, backend="fsdp_eager")))
+    ran = explain(model)
+    assert [(run.name, run.how) for run in ran.eager] == [("blocks.0", "eagerly")]
+    assert "set_all_reduce_hook has no traced form" in str(ran)
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="no traced form"):
-        torch.compile(build(mesh=mesh), backend="fsdp_eager", fullgraph=True)(torch.ones(2, 12))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="explain"):
+        torch.compile(hooked(), backend="fsdp_eager", fullgraph=True)(torch.ones(2, 12))
