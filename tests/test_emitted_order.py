@@ -216,15 +216,15 @@ def test_casts_before_a_gather_are_left_alone_too(planned: bool) -> None:
 def test_a_plan_made_after_partitioning_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where our own passes run; Inductor's FX passes come after."""
     orders: list[list[str]] = []
-    for name in ("run_forward", "run_backward"):
-        pipeline = getattr(passes, name)
+    pipeline = passes.run_parts
 
-        def planned(graph: Graph, context: Any, pipeline: Any = pipeline) -> None:
-            pipeline(graph, context)
+    def planned(forward: Graph, backward: Graph, context: Any) -> None:
+        pipeline(forward, backward, context)
+        for graph in (forward, backward):
             plan(graph)
             orders.append(events_in(graph))
 
-        monkeypatch.setattr(passes, name, planned)
+    monkeypatch.setattr(passes, "run_parts", planned)
     assert [events(code) for code in emitted(blocks(), X)] == orders
 
 
@@ -269,14 +269,12 @@ def test_deterministic_mode_keeps_the_order_of_communication() -> None:
 
 
 @ROWS
-def test_as_many_kernels_as_without_our_passes_and_plan(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def test_no_more_kernels_than_without_our_passes_and_plan(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     without_ours(monkeypatch)
     plain = compile_blocks(rows)
     assert plain.kernels > 0
     for planned in (False, True):
-        found = compiled(rows, planned)
-        assert found.kernels == plain.kernels
-        assert [*map(kernel_calls, found.codes)] == [*map(kernel_calls, plain.codes)]
+        assert compiled(rows, planned).kernels <= plain.kernels
 
 
 # -- caches -----------------------------------------------------------------------------------------------------------
