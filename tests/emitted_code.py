@@ -84,11 +84,6 @@ def events_in(graph: Graph) -> list[str]:
     return found
 
 
-def kernel_calls(code: str) -> int:
-    """How often generated kernels are called; on CPU, loops that follow each other share a call."""
-    return sum(line.startswith("cpp_fused") for line in body(code))
-
-
 class Memory:
     """Follows names of buffers through wrapper code; complains of an access that a collective under way forbids.
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from emitted_code import MATMULS, body, check_memory, emitted, events, events_in, kernel_calls
+from emitted_code import MATMULS, body, check_memory, emitted, events, events_in
 from fake_world import fake_world, run_step
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
