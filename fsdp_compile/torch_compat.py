@@ -235,9 +235,23 @@ def below_autograd() -> AbstractContextManager[Any]:
     return torch._C._AutoDispatchBelowAutograd()
 
 
-# Traced, this calls a function whose writes Dynamo then allows inside a higher-order operator. In activation
-# checkpointing ours are undone where the region ends; replaying them in the recomputation would be wrong.
-with_side_effects = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
+def with_side_effects(function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function`` and have Dynamo allow its writes also inside a higher-order operator.
+
+    In activation checkpointing ours are undone where the region ends; replaying them in the recomputation would be
+    wrong. Elsewhere there is nothing to allow, and allowing is slow.
+    """
+    if _is_traced_in_an_operator():
+        return torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(function, *args)
+    return function(*args)
+
+
+@constant_while_tracing
+def _is_traced_in_an_operator() -> bool:
+    from torch._dynamo.symbolic_convert import tls
+
+    tx = getattr(tls, "current_tx", None)
+    return tx is not None and tx.output.current_tracer.parent is not None
 
 
 def current_frame_id() -> str:

@@ -123,11 +123,10 @@ class TracedGroup:
     def _unshard(self, settings: tuple[Any, ...], tags: list[str]) -> None:
         recipes, names, extends, distributed, _, shown, trains = settings
         if any(extends):
-            made = [self._unshard_one(index, recipes, tags, extends[index]) for index in range(len(tags))]
+            made = [self._unshard_one(index, settings, tags) for index in range(len(tags))]
         else:
-            made = traced_ops.unshard(recipes, tags, self._inputs, tuple(range(len(tags))))
-        self._owned = [each[1:] for each in made]
-        full = traced_ops.with_reduction(recipes, tags, self._inputs, [each[0] for each in made], trains)
+            made = traced_ops.unshard(recipes, tags, self._inputs, tuple(range(len(tags))), trains)
+        full, self._owned = [each[0] for each in made], [each[1:] for each in made]
         if any(distributed):
             full = [self._special[index].traced.as_distributed(tensor) for index, tensor in enumerate(full)]
         # What comes from a module's dict and goes back there is no change for Dynamo, and it need not look at it.
@@ -139,10 +138,11 @@ class TracedGroup:
         for module, (name, index) in owners:
             module._parameters[name] = full[index]  # type: ignore[assignment]
 
-    def _unshard_one(self, index: int, recipes: str, tags: list[str], extends: bool) -> list[torch.Tensor]:
+    def _unshard_one(self, index: int, settings: tuple[Any, ...], tags: list[str]) -> list[torch.Tensor]:
         """Like ``traced_ops.unshard`` of one parameter; what the user's tensor class does, Dynamo traces."""
-        if not extends:
-            return traced_ops.unshard(recipes, tags, self._inputs, (index,))[0]
+        recipes, _, extends, _, _, _, trains = settings
+        if not extends[index]:
+            return traced_ops.unshard(recipes, tags, self._inputs, (index,), trains)[0]
         param, tag = self._special[index], tags[index]
         shard = param.traced.data.detach()
         with tagged(tag, "unshard"):
@@ -151,7 +151,10 @@ class TracedGroup:
                 traced_ops.gather(recipes, index, numbered(tag, number), source) for number, source in enumerate(inputs)
             ]
             made, inner = shard.fsdp_post_all_gather(tuple(outputs), metadata, param.compute_dtype)  # type: ignore[attr-defined]
-            return [without_padding(made, param.layout), *outputs, *inner]
+            full = without_padding(made, param.layout)
+        if trains[index]:
+            full = traced_ops.with_reduction(recipes, index, tag, self._inputs, full)
+        return [full, *outputs, *inner]
 
     def reshard(self, free: bool, to_fewer: bool) -> bool:
         """Give the sharded parameters back to the modules; whether a graph break has come in between.

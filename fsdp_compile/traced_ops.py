@@ -35,27 +35,33 @@ Tensors = Sequence[torch.Tensor]
 
 
 @torch_compat.one_node
-def unshard(recipes: str, tags: Sequence[str], inputs: Tensors, which: Sequence[int]) -> list[list[torch.Tensor]]:
-    """All-gather the parameters ``which`` of a group.
+def unshard(
+    recipes: str, tags: Sequence[str], inputs: Tensors, which: Sequence[int], trains: Sequence[bool]
+) -> list[list[torch.Tensor]]:
+    """All-gather the parameters ``which`` of a group; ``trains`` says of each of the group whether it requires grad.
 
     Returns:
         For each its unsharded data, then the memory that may be freed after use, if the unsharded data has its own.
     """
-    read, made = read_recipes(recipes), []
-    for index in which:
-        with tagged(tags[index], "unshard"), torch_compat.below_autograd():
-            made.append(_unshard(read[index], inputs[read[index].data]))
-    return made
+    read = read_recipes(recipes)
+    return [_unshard(read[index], tags[index], inputs, trains[index]) for index in which]
 
 
-def _unshard(recipe: Recipe, data: torch.Tensor) -> list[torch.Tensor]:
-    source = data.detach().to(device=recipe.device, dtype=recipe.compute_dtype)
-    if recipe.gather_group is None:
-        return [source] if source.dtype == data.dtype and source.device == data.device else [source, source]
-    full = _all_gather(source, recipe.world, recipe.gather_group)
-    if recipe.shard_dim:
-        full = torch.cat(full.chunk(recipe.world), dim=recipe.shard_dim)
-    return [full[: recipe.rows] if recipe.padding else full, full]
+def _unshard(recipe: Recipe, tag: str, inputs: Tensors, trains: bool) -> list[torch.Tensor]:
+    made = _all_gather(recipe, tag, inputs[recipe.data])
+    return [_with_reduction(recipe, tag, inputs, made[0]), *made[1:]] if trains else made
+
+
+def _all_gather(recipe: Recipe, tag: str, data: torch.Tensor) -> list[torch.Tensor]:
+    """Like ``unshard`` of one parameter, which does not require grad."""
+    with tagged(tag, "unshard"), torch_compat.below_autograd():
+        source = data.to(device=recipe.device, dtype=recipe.compute_dtype)
+        if recipe.gather_group is None:
+            return [data.detach()] if source is data else [source, source]
+        full = _gather(source, recipe.world, recipe.gather_group)
+        if recipe.shard_dim:
+            full = torch.cat(full.chunk(recipe.world), dim=recipe.shard_dim)
+        return [full[: recipe.rows] if recipe.padding else full, full]
 
 
 @torch_compat.one_node
@@ -63,10 +69,10 @@ def gather(recipes: str, index: int, tag: str, source: torch.Tensor) -> torch.Te
     """All-gather one of the tensors that an extension sends for parameter ``index``."""
     recipe = read_recipes(recipes)[index]
     with tagged(tag, "unshard"), torch_compat.below_autograd():
-        return source if recipe.gather_group is None else _all_gather(source, recipe.world, recipe.gather_group)
+        return source if recipe.gather_group is None else _gather(source, recipe.world, recipe.gather_group)
 
 
-def _all_gather(source: torch.Tensor, world: int, group: str) -> torch.Tensor:
+def _gather(source: torch.Tensor, world: int, group: str) -> torch.Tensor:
     """All shards one after the other; sent as bytes if the transport might not know the dtype."""
     if source.dtype in WIRE_DTYPES:
         return c10d.wait_tensor(c10d.all_gather_into_tensor(source.contiguous(), world, group))
@@ -75,27 +81,24 @@ def _all_gather(source: torch.Tensor, world: int, group: str) -> torch.Tensor:
 
 
 @torch_compat.one_node
-def with_reduction(
-    recipes: str, tags: Sequence[str], inputs: Tensors, full: Tensors, trains: Sequence[bool]
-) -> list[torch.Tensor]:
-    """The unsharded data ``full`` of a group as it is; its backward reduces the gradients of those that train.
+def with_reduction(recipes: str, index: int, tag: str, inputs: Tensors, full: torch.Tensor) -> torch.Tensor:
+    """The unsharded data ``full`` of parameter ``index`` as it is; its backward reduces the gradient."""
+    return _with_reduction(read_recipes(recipes)[index], tag, inputs, full)
 
-    They require grad without grad mode too, as parameters do: some operators choose their kernels by it.
+
+def _with_reduction(recipe: Recipe, tag: str, inputs: Tensors, full: torch.Tensor) -> torch.Tensor:
+    """It requires grad without grad mode too, as parameters do: some operators choose their kernels by it.
+
+    The gather is not inside, because AOTAutograd gives the backward of a function the tags of its forward.
     """
-
-    def of(position: int | None) -> torch.Tensor | None:
-        return None if position is None else inputs[position]
-
-    made = []
+    positions = (recipe.target, recipe.unsharded_place, recipe.partial_place)
     with torch.enable_grad():
-        for recipe, tag, tensor, train in zip(read_recipes(recipes), tags, full, trains, strict=True):
-            places = of(recipe.unsharded_place), of(recipe.partial_place)
-            made.append(ReduceGradient.apply(recipe, tag, tensor, of(recipe.target), *places) if train else tensor)
-    return made
+        taken = [None if position is None else inputs[position] for position in positions]
+        return Unsharded.apply(recipe, tag, full, *taken)
 
 
-class ReduceGradient(torch.autograd.Function):
-    """One of ``with_reduction``."""
+class Unsharded(torch.autograd.Function):
+    """The unsharded data ``full`` as it is; the gradient of ``target`` is the reduction of its gradient."""
 
     @staticmethod
     def forward(  # type: ignore[override]
