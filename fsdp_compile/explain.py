@@ -2,9 +2,9 @@
 
     >>> print(fsdp_compile.explain(model))
     module    ran
-    (root)    in a graph
+    (root)    in several graphs: a graph break inside its forward
     blocks.0  in a graph
-    blocks.1  eagerly: torch.compiler.disable'd function, called at model.py:31
+    blocks.1  eagerly: set_all_reduce_hook has no traced form
 """
 
 from __future__ import annotations
