@@ -60,7 +60,8 @@ def compile_tree(tree: Tree, rank: int = 0, grad: bool = True) -> Stages:
 def test_training(tree: Tree) -> None:
     stages = compile_tree(tree)
     assert [stage for stage, _ in stages] == [
-        f"{part} {when}" for part in ("joint", "forward", "backward") for when in ("before", "after")
+        *("joint before", "joint after"),
+        *("forward before", "backward before", "forward after", "backward after"),
     ]
     graphs = dict(stages)
     for graph in graphs.values():
