@@ -185,7 +185,7 @@ def coarsest_step(graph: Graph) -> float:
 
 
 def assert_equal_but_for_rounding(left: list[Any], right: list[Any], tolerance: float) -> None:
-    """Compare with the size of an output on all ranks: where terms cancel, small elements have the rounding of large."""
+    """Compare with the size of an output on all ranks: where terms cancel, small ones have the rounding of large."""
     for ours, theirs in zip(zip(*map(flat, left), strict=True), zip(*map(flat, right), strict=True), strict=True):
         present = [a for a in ours if isinstance(a, torch.Tensor) and a.numel()]
         largest = max((a.nan_to_num(0, 0, 0).abs().max().item() for a in present), default=0.0)
