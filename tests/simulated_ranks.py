@@ -21,7 +21,9 @@ Ranks = list[Any]  # one value for each rank
 Parts = Mapping[str, Sequence[Sequence[int]]]  # by name of a process group, which ranks are together
 
 
-def run_on_all_ranks(graph: Graph, inputs: Sequence[Sequence[Any]], parts: Parts | None = None) -> list[tuple[Any, ...]]:
+def run_on_all_ranks(
+    graph: Graph, inputs: Sequence[Sequence[Any]], parts: Parts | None = None
+) -> list[tuple[Any, ...]]:
     """Run ``graph`` on ``len(inputs)`` ranks, rank r with ``inputs[r]``; returns the outputs of each rank.
 
     Frees leave data alone, so that a joint graph that reads freed tensors shows what it is meant to compute.
@@ -48,9 +50,7 @@ def run_on_all_ranks(graph: Graph, inputs: Sequence[Sequence[Any]], parts: Parts
     raise AssertionError("the graph has no output")
 
 
-def _compute(
-    node: Node, args: list[Any], kwargs: list[Any], pending: dict[int, torch.Tensor], parts: Parts
-) -> Ranks:
+def _compute(node: Node, args: list[Any], kwargs: list[Any], pending: dict[int, torch.Tensor], parts: Parts) -> Ranks:
     assert node.op == "call_function", f"cannot run {node.format_node()}"
     if node.target in COLLECTIVES:
         results: Ranks = [None for _ in args]
