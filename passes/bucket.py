@@ -174,14 +174,14 @@ def _already_packed(inputs: list[Node]) -> Node | None:
     """What ``inputs`` are all the parts of, in order, if a reduction of the same bucket has brought it so."""
     parts = [_source(node) if node.target is aten.reshape.default else node for node in inputs]
     split = _source(parts[0])
-    if split.target is not aten.split_with_sizes.default or len(split.meta["val"]) != len(parts):
+    if split is None or split.target is not aten.split_with_sizes.default or len(split.meta["val"]) != len(parts):
         return None
-    in_order = all(part.args == (split, index) for index, part in enumerate(parts))
+    in_order = all(part is not None and part.args == (split, index) for index, part in enumerate(parts))
     return _source(split) if in_order else None
 
 
-def _source(node: Node) -> Node:
-    return node.all_input_nodes[0]
+def _source(node: Node | None) -> Node | None:
+    return next(iter(node.all_input_nodes), None) if node is not None else None
 
 
 def _launch_packed(graph: Graph, members: list[Collective], last: Node, packed: Node, made: list[Node]) -> None:

@@ -69,18 +69,21 @@ def _note_slice(kept: KeptSlice) -> None:
 
 def _mark(graph: Graph, freed: dict[Node, None]) -> None:
     recomputed: dict[Node, None] = {}
+    to_slice: list[tuple[GatheredParam, Node]] = []
     for root in freed:  # first, as a parameter may be freed that was only cast and not gathered
         recomputed |= dict.fromkeys(made_by(root, UNSHARD))
     for gather in gathers(graph):
         for param in gather.params:
             sliced = next((node for node in param.made if _is_sliced(node)), None)
             if sliced is not None:
-                _save_for_slicing(param, sliced)
+                to_slice.append((param, sliced))
             elif any(node in freed or is_marked_regather(node) for node in param.made):
                 recomputed |= dict.fromkeys((*made_by(param.wait, UNSHARD), *param.made))
             else:
                 _keep(param)
     _gather_again(list(recomputed))
+    for param, sliced in to_slice:  # last, as the whole data are among what is freed
+        _save_for_slicing(param, sliced)
 
 
 def _is_sliced(node: Node) -> bool:

@@ -7,23 +7,29 @@ that a pass that lets compute read too early is found out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 
-from fsdp_compile.passes.graph_view import GATHERS, WAIT
+from fsdp_compile.passes.graph_view import WAIT
 from fsdp_compile.passes.torch_compat import RESIZE, c10d
 
 Ranks = list[Any]  # one value for each rank
+Parts = Mapping[str, Sequence[Sequence[int]]]  # by name of a process group, which ranks are together
 
 
-def run_on_all_ranks(graph: Graph, inputs: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+def run_on_all_ranks(
+    graph: Graph, inputs: Sequence[Sequence[Any]], parts: Parts | None = None
+) -> list[tuple[Any, ...]]:
     """Run ``graph`` on ``len(inputs)`` ranks, rank r with ``inputs[r]``; returns the outputs of each rank.
 
     Frees leave data alone, so that a joint graph that reads freed tensors shows what it is meant to compute.
+
+    Args:
+        parts: of process groups that are not of all ranks.
     """
     ranks = range(len(inputs))
     feeds = [iter(of_rank) for of_rank in inputs]
@@ -37,46 +43,71 @@ def run_on_all_ranks(graph: Graph, inputs: Sequence[Sequence[Any]]) -> list[tupl
         else:
             args = [map_arg(node.args, of_rank.__getitem__) for of_rank in values]
             kwargs = [map_arg(node.kwargs, of_rank.__getitem__) for of_rank in values]
-            results = _compute(node, args, kwargs, pending)
+            results = _compute(node, args, kwargs, pending, parts or {})
             _check_against_meta(node, results)
         for of_rank, result in zip(values, results, strict=True):
             of_rank[node] = result
     raise AssertionError("the graph has no output")
 
 
-def _compute(node: Node, args: list[Any], kwargs: list[Any], pending: dict[int, torch.Tensor]) -> Ranks:
+def _compute(node: Node, args: list[Any], kwargs: list[Any], pending: dict[int, torch.Tensor], parts: Parts) -> Ranks:
     assert node.op == "call_function", f"cannot run {node.format_node()}"
-    first = [of_rank[0] for of_rank in args]
-    if node.target in GATHERS:
-        _check_collective(args)
-        if node.target is c10d.all_gather_into_tensor.default:
-            return [_launch(torch.cat(first), pending) for _ in args]
-        return [[_launch(torch.cat(parts), pending) for parts in zip(*first, strict=True)] for _ in args]
-    if node.target is c10d.reduce_scatter_tensor.default:
-        _check_collective(args)
-        return [_launch(part, pending) for part in _reduce_scatter(first, args[0][1])]
+    if node.target in COLLECTIVES:
+        results: Ranks = [None for _ in args]
+        for part in parts.get(args[0][-1], [range(len(args))]):
+            outputs = COLLECTIVES[node.target](*_merged([args[rank] for rank in part], len(part)))
+            for rank, output in zip(part, outputs, strict=True):
+                results[rank] = map_aggregate(output, lambda result: _launch(result, pending))
+        return results
     if node.target is WAIT:
-        return [pending.pop(id(started)) for started in first]
+        return [pending.pop(id(of_rank[0])) for of_rank in args]
     if node.target is RESIZE:
         return [None for _ in args]
     return [node.target(*of_rank, **named) for of_rank, named in zip(args, kwargs, strict=True)]  # type: ignore[operator]
 
 
-def _check_collective(args: list[Any]) -> None:
-    assert len({of_rank[1:] for of_rank in args}) == 1, "ranks disagree on a collective"
-    assert args[0][-2] == len(args), "not a process group of all ranks"
+def _merged(args: list[Any], count: int) -> tuple[Any, ...]:
+    """What all ranks of one process group send, and what they agree on."""
+    how = args[0][1:]
+    assert all(of_rank[1:] == how for of_rank in args), "ranks disagree on a collective"
+    assert how[-2] == count or not isinstance(how[-2], int), "not the process group's number of ranks"
+    return ([of_rank[0] for of_rank in args], *how)
 
 
-def _reduce_scatter(inputs: list[torch.Tensor], kind: str) -> Ranks:
+def _all_gather(sent: list[torch.Tensor], *_: Any) -> Ranks:
+    return [torch.cat(sent) for _ in sent]
+
+
+def _all_gather_coalesced(sent: list[list[torch.Tensor]], *_: Any) -> Ranks:
+    return [[torch.cat(parts) for parts in zip(*sent, strict=True)] for _ in sent]
+
+
+def _reduce_scatter(sent: list[torch.Tensor], kind: str, *_: Any) -> Ranks:
+    return [part.clone() for part in _reduced(sent, kind).chunk(len(sent))]
+
+
+def _all_reduce(sent: list[torch.Tensor], kind: str, *_: Any) -> Ranks:
+    return [_reduced(sent, kind) for _ in sent]
+
+
+def _reduced(sent: list[torch.Tensor], kind: str) -> torch.Tensor:
     """Element by element in the order of ranks, so that where in a bucket an element is cannot change its bits."""
-    total = inputs[0].clone()
-    for of_rank in inputs[1:]:
+    total = sent[0].clone()
+    for of_rank in sent[1:]:
         total += of_rank
     if kind == "avg":
-        total /= len(inputs)
+        total /= len(sent)
     else:
         assert kind == "sum", kind
-    return [part.clone() for part in total.chunk(len(inputs))]
+    return total
+
+
+COLLECTIVES: dict[Any, Callable[..., Ranks]] = {
+    c10d.all_gather_into_tensor.default: _all_gather,
+    c10d.all_gather_into_tensor_coalesced.default: _all_gather_coalesced,
+    c10d.reduce_scatter_tensor.default: _reduce_scatter,
+    c10d.all_reduce.default: _all_reduce,
+}
 
 
 def _launch(result: torch.Tensor, pending: dict[int, torch.Tensor]) -> torch.Tensor:

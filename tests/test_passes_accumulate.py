@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from graph_maker import GraphMaker, launches, run_pass
-from simulated_ranks import same_bits
+from graph_maker import ADD_SET_ASIDE, GraphMaker, launches, run_pass
+from simulated_ranks import random_inputs, same_bits
 from torch.fx import Graph, Node
 
-from fsdp_compile.passes import accumulate
+from fsdp_compile.passes import PassContext, accumulate
+from fsdp_compile.set_aside import Place
 
 aten = torch.ops.aten
 
@@ -47,6 +48,60 @@ def test_gradients_are_added_before_their_cast() -> None:
     graph = accumulated(make, make.add(*parts), tolerance=0.05)
     (total,) = (node for node in graph.nodes if node.target is aten.add.Tensor)
     assert total.meta["val"].dtype is torch.bfloat16
+
+
+def test_gradients_that_are_only_cast_are_cast_once() -> None:
+    """Nothing is reduced: they are set aside."""
+    make = GraphMaker()
+    graph = accumulated(make, make.add(*(cast(make) for _ in range(2))), tolerance=0.05)
+    (total,) = (node for node in graph.nodes if node.target is aten.add.Tensor)
+    assert total.meta["val"].dtype is torch.bfloat16
+    assert len(list(graph.nodes)) == 5  # two inputs, sum, cast, output
+
+
+def cast(make: GraphMaker) -> Node:
+    return make.cast(make.input(torch.bfloat16), torch.float32, "a")
+
+
+class Aside:
+    """A gradient that an earlier backward has set aside."""
+
+    def __init__(self, grad: torch.Tensor) -> None:
+        self.grad: torch.Tensor | None = grad
+        self.place = Place(grad.size(), grad.dtype, grad.device, self.put, self.take)
+
+    def put(self, grad: torch.Tensor) -> None:
+        raise AssertionError
+
+    def take(self) -> torch.Tensor | None:
+        grad, self.grad = self.grad, None
+        return grad
+
+
+def test_what_was_set_aside_is_added_once() -> None:
+    make = GraphMaker()
+    place = make.input()
+    paths = [make.reduce(make.add_set_aside(cast(make), place, "a"), "a") for _ in range(2)]
+    graph = make.finish(make.add(*paths))
+    aside: list[Aside] = []
+
+    def draw(graph: Graph, ranks: int) -> list[list[Any]]:
+        inputs = random_inputs(graph, ranks)
+        aside[:] = [Aside(of_rank[0]) for of_rank in inputs]
+        return [[each.place.leaf.detach(), *of_rank[1:]] for each, of_rank in zip(aside, inputs, strict=True)]
+
+    before, after = run_pass(accumulate, graph, draw)
+    torch.testing.assert_close(before, after, rtol=0.05, atol=0.05)
+    assert all(each.grad is None for each in aside)
+    assert launches(graph) == ["a"]
+    assert len(graph.find_nodes(op="call_function", target=ADD_SET_ASIDE)) == 1
+
+
+def test_what_was_set_aside_elsewhere_is_left_alone() -> None:
+    make = GraphMaker()
+    paths = [make.add_set_aside(cast(make), make.input(), "a") for _ in range(2)]
+    graph = make.finish(make.add(*paths))
+    assert accumulate(graph, PassContext()).changes == 0
 
 
 def unchanged(make: GraphMaker, *outputs: Node) -> bool:

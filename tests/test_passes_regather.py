@@ -167,6 +167,28 @@ def test_a_weight_that_the_backward_does_not_read_is_not_gathered_again() -> Non
     assert saved_weights(stages) == []
 
 
+def checkpoints(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(block, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "runs"),
+    [
+        (lambda: Chain([Block(), Block()]), 1),
+        (lambda: Chain([Block(lambda w: w.t().contiguous()), Block()]), 1),
+        (lambda: Chain([Block(), Block()], lambda block, x: block(block(x))), 2),
+        (lambda: Chain([Chain([Block()], checkpoints) for _ in range(2)]), 1),
+        (lambda: Chain([Block(), Block()], checkpoints), 1),
+    ],
+    ids=["plain", "transposed copy", "twice", "checkpoint inside", "inside checkpoint"],
+)
+def test_a_slice_among_fewer_ranks_is_saved(model: Callable[[], Chain], runs: int) -> None:
+    stages = graphs(sharded(model(), reshard_after_forward=2))
+    assert saved_weights(stages) == []
+    assert [gather.how[0] for gather in gathers(stage(stages, "forward after"))] == [4] * 2 * runs
+    assert [gather.how[0] for gather in gathers(stage(stages, "backward after"))] == [2] * 2 * runs
+
+
 def test_buffers_that_the_forward_changes() -> None:
     stages = graphs(sharded(Chain([nn.Sequential(Block(), nn.BatchNorm1d(WIDTH)), nn.Sequential(Block())])))
     assert saved_weights(stages) == []
