@@ -137,8 +137,7 @@ class FSDPState:
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         if self.is_open or (torch.compiler.is_compiling() and not self.why_untraced):
-            free = self.reshards_after_forward or not torch.is_grad_enabled()
-            torch_compat.with_side_effects(self.reshard_traced, free)
+            torch_compat.with_side_effects(self._leave_forward_traced, module)
         else:
             self._post_forward_eager(module, output)
         return self._cast_output(output)
@@ -288,6 +287,21 @@ class FSDPState:
             if group.traced.is_open:
                 return True
         return False
+
+    def _leave_forward_traced(self, module: nn.Module) -> None:
+        if len(self.modules) > 1:
+            self._not_run = [other for other in self._not_run or self.modules if other is not module]
+            if self._not_run:
+                return
+        self._end_forward_traced()
+        if self.context.root is self:
+            for state in self.context.states:
+                if len(state.modules) > 1 and state.is_open:  # some of its modules ran, but not all
+                    state._not_run = []
+                    state._end_forward_traced()
+
+    def _end_forward_traced(self) -> None:
+        self.reshard_traced(free=self.reshards_after_forward or not torch.is_grad_enabled())
 
     def unshard_traced(self) -> None:
         """Emit the all-gathers into the graph being traced, as far as it does not hold them."""

@@ -99,7 +99,8 @@ class TracedGroup:
 
     def follow_replacements(self) -> None:
         """Take parameters that someone assigned to the modules."""
-        self._group.follow_replacements()
+        if not self.is_open:
+            self._group.follow_replacements()
 
     @property
     def name(self) -> str:

@@ -151,10 +151,8 @@ def test_inference() -> None:
 
 
 @features
-def test_nothing_moves_or_is_cast_twice(build: Callable[..., nn.Module], request: pytest.FixtureRequest) -> None:
+def test_nothing_moves_or_is_cast_twice(build: Callable[..., nn.Module]) -> None:
     """In one graph; and what a group moves of one dtype, it moves at once."""
-    if build is module_list:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="each member of a list frees all of the group"))
     for stage, graph in compiled(build, mp_policy=BF16):
         assert most(moved(graph)) <= 1, stage
         assert most(casts(graph)) <= 1, stage
