@@ -54,7 +54,6 @@ class FSDPParamGroup:
             for (param, layout), owners in zip(params, shared_owners(modules, [p for p, _ in params]), strict=True)
         ]
         self.traced = TracedGroup(self)
-        self.traced.update()
         self._gather: Gather | None = None
         self._sliced: torch.Event | None = None  # when the slices that a reshard to fewer ranks keeps were written
 
@@ -123,12 +122,12 @@ class FSDPParamGroup:
         """Follow changes that others made to the sharded parameters."""
         for param in self.params:
             param.refresh_sharded_param()
-        self.traced.update()
+        self.traced.renew()
 
     def follow_replacements(self) -> None:
         """Take parameters that someone assigned to the modules."""
         if any([param.follow_replacement() for param in self.params]):
-            self.traced.update()
+            self.traced.renew()
 
     # -- eager executor -----------------------------------------------------------------------------------------------
 

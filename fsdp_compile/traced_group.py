@@ -1,11 +1,13 @@
 """A group of parameters in the graphs that Dynamo traces: unsharded before their module's forward, freed after it.
 
 What Dynamo reads here, it guards, at each call of the compiled function. So what a graph depends on lies flat: a few
-lists, and a tuple of settings that one guard compares as a whole. ``update`` writes them anew when anything changes.
+lists, and a tuple of settings that one guard compares as a whole. ``update`` and ``renew`` write them anew when anything
+changes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ from .tracing import (
     tagged,
     trace_token,
     warn_once,
+    write_tag,
 )
 from .unsharding import pre_all_gather, without_padding
 
@@ -52,6 +55,23 @@ class Settings(NamedTuple):
     trains: tuple[bool, ...]
 
 
+class Written(NamedTuple):
+    """What is written for graphs to read.
+
+    Attributes:
+        fixed: the first of the ``Settings``.
+        inputs: tensors that graphs take; recipes say which is what.
+        owners: modules that hold the parameters.
+        special: all parameters, if graphs need more of some.
+    """
+
+    fixed: tuple[str, tuple[tuple[str, int], ...], tuple[bool, ...], tuple[bool, ...], bool]
+    inputs: list[torch.Tensor]
+    owners: list[nn.Module]
+    sharded_params: list[nn.Parameter]
+    special: list[FSDPParam]
+
+
 class TracedGroup:
     """What graphs read of ``group``, and what they do with it.
 
@@ -67,29 +87,40 @@ class TracedGroup:
         self._token = ""  # of the graph that made them
         self._owned: list[list[torch.Tensor]] = []  # of each parameter, what may be freed after use
         self._hidden: list[Any] = []  # what the modules held before
-        self._fixed: tuple[str, tuple[tuple[str, int], ...], tuple[bool, ...], tuple[bool, ...], bool]
-        self._inputs: list[torch.Tensor] = []
-        self._owners: list[nn.Module] = []
-        self._sharded_params: list[nn.Parameter] = []
-        self._special: list[FSDPParam] = []  # all parameters, if graphs need more of some
+        self._known: dict[Hashable, Written] = {}
+        self.renew()
 
     # -- between graphs -----------------------------------------------------------------------------------------------
 
+    def renew(self) -> None:
+        """Follow changes of tensors."""
+        self._known = {}
+        self.update()
+
     def update(self) -> None:
-        """Follow changes of settings and of tensors."""
+        """Follow changes of settings. What is written for each is kept, as accumulation alternates between two."""
+        group = self._group
+        key = (repr(group.reduction), group.post_forward_mesh_info is None)
+        if key not in self._known:
+            self._known[key] = self._write()
+        self._fixed, self._inputs, self._owners, self._sharded_params, self._special = self._known[key]
+        self.why_untraced = group.why_untraced
+
+    def _write(self) -> Written:
         group, params = self._group, self._group.params
         fewer, inputs = group.post_forward_mesh_info, _Inputs()
         recipes = [param.traced.recipe(inputs.position, fewer) for param in params]
         owners = [(module, name, index) for index, param in enumerate(params) for module, name in param.owners]
         extends = tuple(param.has_extension for param in params)
         distributed = tuple(param.layout.unsharded_spec is not None for param in params)
-        self.why_untraced = group.why_untraced
-        self._inputs = inputs.tensors
-        self._owners = [module for module, _, _ in owners]
-        self._sharded_params = [param.sharded_param for param in params]
-        self._special = params if any((*extends, *distributed)) else []
         names = tuple((name, index) for _, name, index in owners)
-        self._fixed = (write_recipes(recipes), names, extends, distributed, fewer is not None)
+        return Written(
+            (write_recipes(recipes), names, extends, distributed, fewer is not None),
+            inputs.tensors,
+            [module for module, _, _ in owners],
+            [param.sharded_param for param in params],
+            params if any((*extends, *distributed)) else [],
+        )
 
     def settings(self) -> Settings:
         """As they are now. What users change without a call of ours is read each time."""
@@ -102,15 +133,10 @@ class TracedGroup:
         if not self.is_open:
             self._group.follow_replacements()
 
-    @property
-    def name(self) -> str:
-        """Of the group."""
-        return self._group.name
-
-    @property
-    def param_names(self) -> list[str]:
-        """Of the parameters, from the root."""
-        return [param.name for param in self._group.params]
+    def tags(self, number: int) -> list[str]:
+        """What graph nodes carry, for each parameter; the group has this ``number`` in the graph."""
+        name, params = self._group.name, enumerate(self._group.params)
+        return [write_tag(group=number, name=name, params=[param.name], index=[index]) for index, param in params]
 
     # -- in graphs ----------------------------------------------------------------------------------------------------
 
@@ -119,7 +145,10 @@ class TracedGroup:
         token = trace_token()
         if not self.is_open or self._token != token:
             self.is_open, self._token = True, token
-            self._unshard(guarded_settings(), own_tags())
+            if torch.compiler.is_compiling():
+                self._unshard(guarded_settings(), own_tags())
+            else:  # Dynamo has given up in the middle of the transition; operators are run instead of recorded
+                self._unshard(tuple(self.settings()), self.tags(0))
 
     def _unshard(self, settings: tuple[Any, ...], tags: list[str]) -> None:
         recipes, names, extends, distributed, _, shown, trains = settings

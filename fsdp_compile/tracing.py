@@ -51,14 +51,18 @@ def own_settings() -> tuple[Any, ...]:
 
 @torch_compat.constant_while_tracing
 def own_tags() -> list[str]:
-    """What graph nodes carry for each parameter of the traced group whose method calls this, see ``passes.graph_view``.
+    """The tags of the traced group whose method calls this.
 
     Without a guard: names do not matter to what is computed, so a graph may serve other groups that are equal. Groups
     are numbered by appearance in the graph, so that it does not matter what a process has built before.
     """
     traced = torch_compat.traced_self()
-    group = {"group": torch_compat.number_in_trace(traced), "name": traced.name}
-    return [json.dumps({**group, "params": [name], "index": [i]}) for i, name in enumerate(traced.param_names)]
+    return traced.tags(torch_compat.number_in_trace(traced))
+
+
+def write_tag(**parts: Any) -> str:
+    """What the graph nodes of one parameter carry, see ``passes.graph_view``, as text."""
+    return json.dumps(parts)
 
 
 @torch_compat.constant_while_tracing
