@@ -115,7 +115,8 @@ def ran(model):
 def where(case):
     """The file and line of this module that a comment marks as ``case``'s."""
     lines = inspect.getsource(inspect.getmodule(build)).splitlines()
-    number = next(n for n, line in enumerate(lines, 1) if line.endswith(f"# here: {case.__name__}"))
+    marks = tuple(f"# here: {cls.__name__}" for cls in case.__mro__)
+    number = next(n for n, line in enumerate(lines, 1) if line.endswith(marks))
     return f"{inspect.getfile(build)}:{number}: "
 
 
