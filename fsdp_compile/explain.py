@@ -9,10 +9,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import FrameType, FunctionType
+from typing import TYPE_CHECKING
 
+import torch
 import torch.nn as nn
 
 from . import torch_compat
@@ -91,7 +95,7 @@ class LastRun:
     def __init__(self) -> None:
         self.how = NOT_RUN
         self._why = ""
-        self._breaks_known = -1
+        self._known = (-1, False)
 
     def note_eager(self, state: FSDPState) -> None:
         """An eager forward begins; finds out why, unless that is known.
@@ -99,16 +103,17 @@ class LastRun:
         Raises:
             RuntimeError: after ``set_strict``.
         """
-        known = torch_compat.graph_break_count()
-        if self.how != EAGERLY or self._breaks_known != known:
-            self.how, self._breaks_known, self._why = EAGERLY, known, _why_eager(state)
+        breaks = torch_compat.graph_break_count()
+        known = breaks, breaks > 0 and _is_called_by_compiled()
+        if self.how != EAGERLY or self._known != known:
+            self.how, self._known, self._why = EAGERLY, known, _why_eager(state)
         if _strict:
             label = state.groups[0].label if state.groups else "a module without parameters of its own"
             raise RuntimeError(f"The forward of {label} runs eagerly, which set_strict forbids: {self._why}")
 
     def of(self, state: FSDPState) -> ModuleRun:
         """The report of ``state``'s module."""
-        why = self._why if self.how == EAGERLY else "a graph break inside its forward" if self.how == SPLIT else ""
+        why = self._why if self.how == EAGERLY else _why_split(state) if self.how == SPLIT else ""
         return ModuleRun(state.name, self.how, why)
 
 
@@ -116,17 +121,51 @@ def _why_eager(state: FSDPState) -> str:
     untraced = state.why_untraced
     if untraced:
         return f"{untraced} has no traced form"
-    here = _lines_of_stack()
-    for reason, file, line in reversed(torch_compat.graph_breaks()):
-        if (file, line) in here:
-            return f"graph break at {file}:{line}: {reason}"
-    return "no compiled function called it"
+    if not _is_called_by_compiled():
+        return "no compiled function called it"
+    breaks, here = torch_compat.graph_breaks(), {(frame.f_code.co_filename, frame.f_lineno) for frame in _stack()}
+    known = [known for known in breaks if known[1:] in here and not _is_of_torch(known[1])]
+    return _text(known[-1]) if known else _texts(breaks) or "Dynamo skipped the code that called it"
 
 
-def _lines_of_stack() -> set[tuple[str, int]]:
-    lines: set[tuple[str, int]] = set()
-    frame: Any = sys._getframe()
+def _why_split(state: FSDPState) -> str:
+    """The graph breaks in its own code and that of its submodules; all that there were, if none was there."""
+    breaks = torch_compat.graph_breaks()
+    classes = {type(each) for module in state.modules for each in module.modules()}
+    code = [part for cls in classes for part in _code(cls)]
+    inside = [(why, file, line) for why, file, line in breaks if any(file == f and line in lines for f, lines in code)]
+    return _texts(inside or breaks) or "a graph break inside its forward"
+
+
+def _code(cls: type) -> list[tuple[str, range]]:
+    """Files and lines of the methods of a module's class, without those of torch's classes."""
+    methods = [method for base in cls.__mro__ for method in vars(base).values() if isinstance(method, FunctionType)]
+    spans = []
+    for code in [method.__code__ for method in methods if not _is_of_torch(method.__code__.co_filename)]:
+        lines = [line for *_, line in code.co_lines() if line is not None]
+        spans.append((code.co_filename, range(code.co_firstlineno, max(lines) + 1)))
+    return spans
+
+
+def _is_of_torch(file: str) -> bool:
+    return file.startswith(os.path.dirname(torch.__file__))
+
+
+def _texts(breaks: list[tuple[str, str, int]]) -> str:
+    return "; ".join(dict.fromkeys(map(_text, breaks)))
+
+
+def _text(known: tuple[str, str, int]) -> str:
+    reason, file, line = known
+    return f"graph break: {reason}" if _is_of_torch(file) else f"graph break at {file}:{line}: {reason}"
+
+
+def _is_called_by_compiled() -> bool:
+    return any(frame.f_code.co_name == "compile_wrapper" for frame in _stack())  # what `torch.compile` returns
+
+
+def _stack() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
-        lines.add((frame.f_code.co_filename, frame.f_lineno))
+        yield frame
         frame = frame.f_back
-    return lines
