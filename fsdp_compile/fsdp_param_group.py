@@ -210,9 +210,10 @@ class FSDPParamGroup:
         return any(param.has_new_gradient for param in self.params)
 
     @property
-    def has_set_aside(self) -> bool:
-        """Whether gradients of earlier backwards wait to be reduced."""
-        return self.reduction.has_accumulated and any(param.accumulated_grad is not None for param in self.params)
+    def awaits_reduction(self) -> bool:
+        """Whether there are gradients, of this backward or set aside by earlier ones, that are to be reduced now."""
+        set_aside = self.reduction.has_accumulated and any(param.accumulated_grad is not None for param in self.params)
+        return self.has_new_gradients or (set_aside and self.reduction.reduce_grads)
 
     def leave_backward(self) -> None:
         """Free the unsharded parameters, or hide them if they are kept."""

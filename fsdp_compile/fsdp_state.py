@@ -299,7 +299,7 @@ class FSDPState:
         self._end_forward_traced()
         if self.context.root is self:
             for state in self.context.states:
-                if len(state.modules) > 1 and state.is_open:  # some of its modules ran, but not all
+                if state.is_open:  # only some of its modules ran, or it was unsharded by the user
                     state._not_run = []
                     state._end_forward_traced()
 
@@ -400,8 +400,9 @@ class FSDPState:
             if state.training_state is not TrainingState.POST_BACKWARD:
                 # Its inputs required no gradient, or it was not used.
                 state._reduce(state.groups, used=state.training_state is TrainingState.PRE_BACKWARD)
-            elif any(group.has_set_aside and group.reduction.reduce_grads for group in state.groups):
-                state._reduce(state.groups, used=False)  # calls were to come that did not
+            else:
+                late = [group for group in state.groups if group.awaits_reduction]
+                state._reduce(late, used=False)  # calls were to come that did not, or a weight was used beside them
             state.training_state = TrainingState.IDLE
             state._not_run = []
             for group in state.groups:

@@ -1,8 +1,8 @@
 """A group of parameters in the graphs that Dynamo traces: unsharded before their module's forward, freed after it.
 
 What Dynamo reads here, it guards, at each call of the compiled function. So what a graph depends on lies flat: a few
-lists, and a tuple of settings that one guard compares as a whole. ``update`` and ``renew`` write them anew when anything
-changes.
+lists, and a tuple of settings that one guard compares as a whole. When anything changes, ``update`` and ``renew`` write
+them anew.
 """
 
 from __future__ import annotations

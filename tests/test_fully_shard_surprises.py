@@ -198,3 +198,29 @@ def test_packed_sequences() -> None:
     assert cast.data.dtype == torch.bfloat16 and cast.batch_sizes is packed.batch_sizes
     moved = map_tensors(lambda tensor: tensor.to("meta"), packed)  # but for the sizes, which belong on the host
     assert moved.data.is_meta and moved.batch_sizes is packed.batch_sizes
+
+
+class UsesWeightBesideTheCall(Net):
+    def forward(self, x):
+        first = self.blocks[0]
+        first.unshard()
+        beside = x @ first.up.weight.t()
+        first.reshard()
+        return self.head(first(self.inp(x))) + beside.sum()
+
+
+def test_gradient_that_arrives_after_the_modules_backward(ranks2):
+    ranks2.run(_late_gradient)
+
+
+def _late_gradient():
+    torch.manual_seed(0)
+    model = shard(UsesWeightBesideTheCall(), fully_shard)
+    torch.manual_seed(0)
+    single, x = Net(), batch(0)
+    model(my_part(x)).sum().backward()
+    first = single.blocks[0]
+    for part in x.chunk(2):
+        out = single.head(first(single.inp(part))) + (part @ first.up.weight.t()).sum()
+        (out.sum() / 2).backward()
+    torch.testing.assert_close(model.blocks[0].up.weight.grad.full_tensor(), first.up.weight.grad)

@@ -125,10 +125,7 @@ CASES = [
     (InRoot, {"": SPLIT, "blocks.0": WHOLE, "blocks.1": WHOLE}),
     *((case, {"": SPLIT, "blocks.0": SPLIT, "blocks.1": WHOLE})
       for case in (InBlock, InFunction, Prints, DataDependent, InHook, UnshardThenReshard)),
-    pytest.param(
-        UnshardThenReshardThenCall, {"": SPLIT, "blocks.0": WHOLE, "blocks.1": WHOLE},
-        marks=pytest.mark.xfail(strict=True, reason="sees what the graph before the break has put into the module"),
-    ),
+    (UnshardThenReshardThenCall, {"": SPLIT, "blocks.0": WHOLE, "blocks.1": WHOLE}),
 ]
 
 
@@ -200,10 +197,7 @@ def hooked(model):
     model.blocks[0].set_all_reduce_hook(lambda grad: None)
 
 
-KEPT = pytest.mark.xfail(strict=True, reason="modules keep what a graph has put into them when an error ends a forward")
-
-
-@pytest.mark.parametrize("reset_state", [True, pytest.param(False, marks=KEPT)])
+@pytest.mark.parametrize("reset_state", [True, False])
 @pytest.mark.parametrize("change, why", [(disable_block, "graph break at .*py:"), (hooked, "set_all_reduce_hook")])
 def test_strict(ranks2, change, why, reset_state):
     ranks2.run(_strict, change, why, reset_state)

@@ -119,8 +119,7 @@ def apart():
     return model
 
 
-ONE_GROUP = pytest.mark.xfail(strict=True, reason="each member frees the whole group, which the next gathers again")
-MAKE = [uneven, empty, tied, frozen, ignored, meshes, divided, sums, apart, pytest.param(one_group, marks=ONE_GROUP)]
+MAKE = [uneven, empty, tied, frozen, ignored, meshes, divided, sums, apart, one_group]
 
 
 @pytest.mark.parametrize("make", MAKE)

@@ -147,11 +147,7 @@ class UsesThenReshardsThenCalls(UsesThenReshards):
     calls = True
 
 
-OPEN = pytest.mark.xfail(strict=True, reason="the next call takes what a graph has left in the module for replaced")
-
-
-@pytest.mark.parametrize("cls", [pytest.param(Uses, marks=OPEN), UsesThenReshards, UsesThenCalls,
-                                 UsesThenReshardsThenCalls])
+@pytest.mark.parametrize("cls", [Uses, UsesThenReshards, UsesThenCalls, UsesThenReshardsThenCalls])
 def test_uses_of_weights(ranks2, cls):
     ranks2.run(_uses, cls)
 
