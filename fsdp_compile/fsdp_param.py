@@ -195,9 +195,7 @@ class FSDPParam:
         """
         module, attribute = self.owners[0]
         registered = module._parameters.get(attribute, self.sharded_param)
-        # What is no Parameter, a graph has put there.
-        known = registered is self.sharded_param or registered is self._unsharded_param
-        replaced = isinstance(registered, nn.Parameter) and not known
+        replaced = registered is not self.sharded_param and registered is not self._unsharded_param
         if replaced:
             self.refresh_sharded_param()
         return replaced

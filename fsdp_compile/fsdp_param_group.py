@@ -126,6 +126,8 @@ class FSDPParamGroup:
 
     def follow_replacements(self) -> None:
         """Take parameters that someone assigned to the modules."""
+        if self.traced.is_open:
+            return  # what the modules hold, a graph has put there
         if any([param.follow_replacement() for param in self.params]):
             self.traced.renew()
 

@@ -130,8 +130,7 @@ class TracedGroup:
 
     def follow_replacements(self) -> None:
         """Take parameters that someone assigned to the modules."""
-        if not self.is_open:
-            self._group.follow_replacements()
+        self._group.follow_replacements()
 
     def tags(self, number: int) -> list[str]:
         """What graph nodes carry, for each parameter; the group has this ``number`` in the graph."""
