@@ -126,6 +126,8 @@ class FSDPState:
     @torch_compat.hidden_from_checkpoint_policies()
     def _pre_forward_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         self.last_run.note_eager(self)
+        if self.is_open:
+            self._reshard_eager()  # an exception ended the last compiled forward between two graphs
         if self.context.callback_queued and not torch_compat.in_backward():
             self.reset()  # an exception ended the last backward
         if self.training_state is TrainingState.PRE_BACKWARD:  # activation checkpointing recomputes this forward

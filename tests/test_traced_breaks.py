@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from models import shard
+from models import assert_same, shard, train
 from torch import nn
 from traced import SmallBlock, SmallNet, Training, assert_equal, reset
 
@@ -219,3 +219,29 @@ def _strict(change, why, reset_state):
     set_strict()
     assert_equal(eager, traced.steps(0, 1))
     set_strict(False)
+
+
+class Fails(InRoot):
+    fails = False
+
+    def forward(self, x):
+        x = self.blocks[0](self.inp(x))
+        torch._dynamo.graph_break()
+        if self.fails:
+            raise ValueError("between two graphs")
+        return self.head(self.blocks[1](x))
+
+
+def test_eager_after_an_error_between_graphs(ranks2):
+    ranks2.run(_error_between)
+
+
+def _error_between():
+    reset()
+    expected, model = build(Fails), build(Fails)
+    model.fails = True
+    with pytest.raises(ValueError, match="between two graphs"):
+        torch.compile(model, backend="fsdp_eager")(torch.ones(4, 12))
+    model.fails = False
+    assert torch.equal(model(torch.ones(4, 12)), expected(torch.ones(4, 12)))  # an eager forward sets all right
+    assert_same(train(model), train(expected))
