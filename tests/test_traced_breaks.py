@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from models import assert_same, shard, train
+from models import assert_same, local, shard
 from torch import nn
 from traced import SmallBlock, SmallNet, Training, assert_equal, reset
 
@@ -243,5 +243,7 @@ def _error_between():
     with pytest.raises(ValueError, match="between two graphs"):
         torch.compile(model, backend="fsdp_eager")(torch.ones(4, 12))
     model.fails = False
-    assert torch.equal(model(torch.ones(4, 12)), expected(torch.ones(4, 12)))  # an eager forward sets all right
-    assert_same(train(model), train(expected))
+    for each in (model, expected):
+        each(torch.ones(4, 12)).sum().backward()  # an eager forward sets all right
+    gradients = [[local(param.grad) for param in each.parameters()] for each in (model, expected)]
+    assert_same(gradients[:1], gradients[1:])
