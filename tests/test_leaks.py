@@ -149,7 +149,7 @@ def others(model, optimizer):
     model.set_is_last_backward(True)
 
 
-WAYS = {trains: 200, forward_without_backward: 200, evaluates: 200, accumulates: 200, only_forwards: 200, others: 40,
+WAYS = {trains: 200, forward_without_backward: 200, evaluates: 200, accumulates: 200, only_forwards: 200, others: 60,
         accumulates_and_never_syncs: 40, checkpoints_activations: 40, fails_and_is_reset: 40}
 
 
