@@ -18,13 +18,12 @@ moves whole kernels and makes none.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from . import torch_compat
+from .passes import source_digest
 
 Kernel = torch_compat.Kernel
 
@@ -104,7 +103,5 @@ def _ordered(nodes: list[Kernel], position: dict[Kernel, int]) -> list[Kernel]:
     return list(placed)
 
 
-@cache
 def _source_digest() -> str:
-    files = (Path(__file__), Path(torch_compat.__file__))
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+    return source_digest(Path(__file__).parent).hex()

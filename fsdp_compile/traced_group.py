@@ -202,12 +202,12 @@ class TracedGroup:
         if not torch.compiler.is_compiling():
             self._group.show_sharded()
         else:
-            settings = own_settings()
-            for module, (name, _), before in zip(self._owners, settings[1], hidden, strict=True):
+            recipes, names, _, _, slices, _, _ = own_settings()
+            for module, (name, _), before in zip(self._owners, names, hidden, strict=True):
                 module._parameters[name] = before
             if self._token == trace_token():
                 if free and frees_are_restored():
-                    self._free(settings, own_tags(), owned, to_fewer)
+                    self._free(recipes, owned, slices and to_fewer)
                 return False
         warn_once(
             f"fsdp_compile: a graph break inside {self._group.label} splits its forward over several graphs; "
@@ -215,11 +215,10 @@ class TracedGroup:
         )
         return True
 
-    def _free(
-        self, settings: tuple[Any, ...], tags: list[str], owned: list[list[torch.Tensor]], to_fewer: bool
-    ) -> None:
-        if to_fewer and settings[4]:
-            traced_ops.keep_slices(settings[0], tags, self._inputs, owned)
+    def _free(self, recipes: str, owned: list[list[torch.Tensor]], keep_slices: bool) -> None:
+        tags = own_tags()
+        if keep_slices:
+            traced_ops.keep_slices(recipes, tags, self._inputs, owned)
         traced_ops.free(tags, owned)
 
 

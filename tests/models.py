@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -57,6 +58,11 @@ def shard(model: nn.Module, fully_shard: Shard, **kwargs: Any) -> nn.Module:
         fully_shard(block, **kwargs)
     fully_shard(model, **kwargs)
     return model
+
+
+def mesh_2d() -> DeviceMesh:
+    """Two replicas of the shards."""
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 
 
 def batch(step: int, dim: int = 12, rows: int = 8) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from models import Net, assert_same, batch, local, my_part, shard
-from torch.distributed.device_mesh import init_device_mesh
+from models import Net, assert_same, batch, mesh_2d, my_part, shard
+from traced import gradients, weights
 
 from fsdp_compile import MixedPrecisionPolicy, backend, fully_shard
 from fsdp_compile.torch_compat import dynamo_counts
@@ -23,16 +23,8 @@ def build(cls=Net, **kwargs):
     return shard(cls(), fully_shard, **kwargs)
 
 
-def mesh_2d():
-    return init_device_mesh("cpu", (2, torch.distributed.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-
-
 def loss_of(forward, step):
     return forward(my_part(batch(step))).float().square().mean()
-
-
-def gradients(model):
-    return [None if param.grad is None else local(param.grad).clone() for param in model.parameters()]
 
 
 def micro_batches(model, ways, set_sync, steps=3, count=3):
@@ -48,7 +40,7 @@ def micro_batches(model, ways, set_sync, steps=3, count=3):
             history.append([loss.detach(), *gradients(model)])
         optimizer.step()
         optimizer.zero_grad()
-        history.append([local(param.detach()).clone() for param in model.parameters()])
+        history.append(weights(model))
     return history
 
 

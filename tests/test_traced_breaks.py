@@ -238,7 +238,9 @@ def test_eager_after_an_error_between_graphs(ranks2):
 
 def _error_between():
     reset()
-    expected, model = build(Fails), build(Fails)
+    torch.manual_seed(0)
+    expected, model = fully_shard(Fails()), fully_shard(Fails())
+    model.load_state_dict(expected.state_dict())
     model.fails = True
     with pytest.raises(ValueError, match="between two graphs"):
         torch.compile(model, backend="fsdp_eager")(torch.ones(4, 12))

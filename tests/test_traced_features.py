@@ -3,17 +3,13 @@
 import pytest
 import torch
 from int8_all_gather import gather_as_int8
-from models import Net, assert_same, shard, train
+from models import Net, assert_same, mesh_2d, shard, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fsdp_compile import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def mesh_2d():
-    return init_device_mesh("cpu", (2, torch.distributed.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 
 
 def hsdp(model):

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from models import Net, assert_same, batch, local, my_part, shard
+from models import Net, assert_same, batch, my_part, shard
 from torch import nn
+from traced import gradients, weights
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 
@@ -15,14 +16,6 @@ def build(**kwargs):
 
 def loss_of(forward, step):
     return forward(my_part(batch(step))).float().square().mean()
-
-
-def gradients(model):
-    return [None if param.grad is None else local(param.grad).clone() for param in model.parameters()]
-
-
-def weights(model):
-    return [local(param.detach()).clone() for param in model.parameters()]
 
 
 def accumulates(model, forward, optimizer):
