@@ -275,6 +275,4 @@ class FSDPParamGroup:
         """What is set that has no traced form; empty if nothing is."""
         if self.all_reduce_hook is not None:
             return "set_all_reduce_hook"
-        if self.has_custom_communication:
-            return "custom communication"
-        return next((param.traced.why_untraced for param in self.params if param.traced.why_untraced), "")
+        return "custom communication" if self.has_custom_communication else ""

@@ -32,8 +32,8 @@ from .reduction import Reduction
 from .streams import Lanes
 
 UNTRACED = (
-    "fsdp_compile: this module's transitions run eagerly, fsdp_compile.explain(model) says why; set_all_reduce_hook, "
-    "custom communication and DTensor parameters of dp_mesh_dims have no traced form"
+    "fsdp_compile: this module's transitions run eagerly, fsdp_compile.explain(model) says why; set_all_reduce_hook "
+    "and custom communication have no traced form"
 )
 
 

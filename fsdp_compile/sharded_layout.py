@@ -15,6 +15,7 @@ DTensor (as in torch's ``fully_shard``).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -53,7 +54,7 @@ class ShardedLayout:
     placements: tuple[Placement, ...]
     global_size: torch.Size
     unsharded_spec: DTensorSpec | None = None
-    data_parallel_dims: frozenset[int] = frozenset()
+    data_parallel_dims: tuple[int, ...] = ()
     _specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -126,13 +127,18 @@ class ShardedLayout:
             return grad
         if not isinstance(grad, DTensor):
             raise RuntimeError(f"expected the gradient of a DTensor parameter to be a DTensor, got {type(grad)}")
-        wanted = tuple(
-            found if dim in self.data_parallel_dims else placement
-            for dim, (placement, found) in enumerate(zip(self.unsharded_spec.placements, grad.placements, strict=True))
-        )
-        if wanted != grad.placements:
-            grad = grad.redistribute(placements=wanted)
-        return torch_compat.wait_if_async(torch_compat.local_tensor(grad))
+        return local_gradient(grad, self.unsharded_spec.placements, self.data_parallel_dims)
+
+
+def local_gradient(grad: DTensor, placements: Sequence[Placement], data_parallel_dims: Sequence[int]) -> torch.Tensor:
+    """The local tensor of ``grad``, redistributed to ``placements`` except over ``data_parallel_dims``."""
+    wanted = tuple(
+        found if dim in data_parallel_dims else placement
+        for dim, (placement, found) in enumerate(zip(placements, grad.placements, strict=True))
+    )
+    if wanted != grad.placements:
+        grad = grad.redistribute(placements=wanted)
+    return torch_compat.wait_if_async(torch_compat.local_tensor(grad))
 
 
 def layout_of(name: str, param: nn.Parameter, mesh_info: FSDPMeshInfo, placement: Shard | None) -> ShardedLayout:
@@ -229,8 +235,8 @@ def _spmd(name: str, param: DTensor, mesh_info: FSDPMeshInfo, shard_dim: int) ->
     names = spec.mesh.mesh_dim_names
     assert names is not None
     shard_dims = [names.index(dim) for dim in dims.shard_names]
-    ours = frozenset([*shard_dims, *(names.index(dim) for dim in dims.replicate_names)])
-    for dim in sorted(ours):
+    ours = tuple(sorted([*shard_dims, *(names.index(dim) for dim in dims.replicate_names)]))
+    for dim in ours:
         if not isinstance(spec.placements[dim], Replicate):
             raise ValueError(
                 f"Parameter {name} should be Replicate() on the data-parallel mesh dimension {names[dim]!r}, but is "

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 from .group_names import graph_name
 from .mesh_info import FSDPMeshInfo
 from .recipes import Recipe
 from .set_aside import Place, pass_gradients_on, without_memory
+from .traced_dtensor import unsharded_dtensor
 from .unsharding import extension_arguments
 
 if TYPE_CHECKING:
@@ -120,17 +120,9 @@ class TracedParam:
             self._slice_index = torch.tensor([fewer.shard_mesh_rank], device=self._param.device)
         return None if fewer is None else self._slice_index
 
-    @property
-    def why_untraced(self) -> str:
-        """Why it has no traced form; empty if it has."""
-        dims = self._param.layout.data_parallel_dims
-        return "parameters that are distributed over data-parallel dimensions (dp_mesh_dims)" if dims else ""
-
     def as_distributed(self, full: torch.Tensor) -> torch.Tensor:
         """In a graph: the unsharded tensor the way that the original parameter was distributed, if it was."""
-        spec = self._param.layout.unsharded_spec
+        layout, spec = self._param.layout, self._param.layout.unsharded_spec
         if spec is None:
             return full
-        return DTensor.from_local(
-            full, spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride, grad_placements=spec.placements
-        )
+        return unsharded_dtensor(full, spec.mesh, spec.placements, layout.global_size, layout.data_parallel_dims)

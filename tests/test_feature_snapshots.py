@@ -12,8 +12,8 @@ import torch.nn as nn
 from fake_world import Stages, fake_world, graphs_of, skeletons_of
 from int8_all_gather import gather_as_int8
 from snapshots import assert_snapshot
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
+from spmd import distributed, mesh_of
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import checkpoint
@@ -35,10 +35,6 @@ def shard(model: nn.Sequential | None = None, **kwargs: Any) -> Any:
     for block in model[:2]:
         fully_shard(block, **kwargs)
     return fully_shard(model, **kwargs)
-
-
-def mesh_of(**sizes: int) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def hsdp(**kwargs: Any) -> Any:
@@ -111,6 +107,18 @@ def tensor_parallel(**kwargs: Any) -> Any:
     return shard(parallelize_module(model, mesh["tp"], plan), mesh=mesh["dp"], **kwargs)
 
 
+def spmd_tensor_parallel(**kwargs: Any) -> Any:
+    mesh = mesh_of(dp=2, tp=2)
+    columns, rows = [Replicate(), Shard(0)], [Replicate(), Shard(1)]
+    model = distributed(mesh, {"0.weight": columns, "0.bias": columns, "1.weight": rows}, make=blocks)
+    return shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"), **kwargs)
+
+
+def spmd_hsdp(**kwargs: Any) -> Any:
+    mesh, dims = mesh_of(replica=2, dp=2), DataParallelMeshDims(shard="dp", replicate="replica")
+    return shard(distributed(mesh, make=blocks), mesh=mesh, dp_mesh_dims=dims, **kwargs)
+
+
 class Checkpointed(nn.Sequential):
     """Runs its children under activation checkpointing, so that they run again in the backward."""
 
@@ -128,7 +136,7 @@ def checkpointed(**kwargs: Any) -> Any:
 FEATURES = [
     *(hsdp, replicate_only, other_dimension, fewer_ranks),
     *(without_sync, sync_after_without, without_all_reduce, all_reduce_after_without),
-    *(int8, tied, frozen, module_list, tensor_parallel, checkpointed),
+    *(int8, tied, frozen, module_list, checkpointed, tensor_parallel, spmd_tensor_parallel, spmd_hsdp),
 ]
 features = pytest.mark.parametrize("build", FEATURES, ids=lambda build: build.__name__)
 

@@ -9,17 +9,14 @@ import torch
 import torch.nn as nn
 from models import Net, batch
 from side_by_side import LIBRARIES, assert_close, build, loss_of, one_batch, one_process, side_by_side, train
+from spmd import ON_FOUR_RANKS, Dims, Sizes, data_ranks, distributed, distributed_with_columns, mesh_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compile import DataParallelMeshDims, fully_shard
 
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-
-
-def mesh_of(**sizes: int) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def tensor_parallel(mesh: DeviceMesh, **kwargs: Any) -> Net:
@@ -143,35 +140,14 @@ def test_partial_gradients(ranks4, micro_batches: int) -> None:
     ranks4.run(train_partial_gradients, micro_batches)
 
 
-def distributed(mesh: DeviceMesh, placements: dict[str, list[Placement]] | None = None) -> Net:
-    """The model with all parameters on ``mesh``, replicated but where ``placements`` says otherwise."""
-    model = Net()
-    for name, param in list(model.named_parameters()):
-        kinds = (placements or {}).get(name, [Replicate()] * mesh.ndim)
-        owner, attribute = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        owner.register_parameter(attribute, nn.Parameter(distribute_tensor(param.data, mesh, kinds)))
-    forward = model.forward
-
-    def on_local_tensors(x: torch.Tensor) -> torch.Tensor:
-        kinds = [Shard(0) if name != "tp" else Replicate() for name in mesh.mesh_dim_names]
-        output = forward(DTensor.from_local(x, mesh, kinds, run_check=False))
-        return output.redistribute(placements=kinds).to_local()
-
-    model.forward = on_local_tensors
-    return model
-
-
-def train_spmd(sizes: dict[str, int], dims: dict[str, Any]) -> None:
+def train_spmd(sizes: Sizes, dims: Dims) -> None:
     mesh = mesh_of(**sizes)
-    data_dims = [name for name in sizes if name != "tp"]
-    ranks = mesh[tuple(data_dims)]._flatten("all_data") if len(data_dims) > 1 else mesh[data_dims[0]]
+    ranks = data_ranks(mesh)
 
     def iterate(model, step, data):
         return one_batch(model, step, lambda i: batch(i).chunk(ranks.size())[ranks.get_local_rank()])
 
-    cut = [Shard(0) if name == "tp" else Replicate() for name in sizes]
-    placements = {"blocks.0.up.weight": cut, "blocks.0.up.bias": cut} if "tp" in sizes else {}
-    make = lambda: distributed(mesh, placements)  # noqa: E731
+    make = lambda: distributed_with_columns(mesh)  # noqa: E731
     history = side_by_side(make, iterate=iterate, apply=shard_with_dims, dims=dims, mesh=mesh)
     assert_close(history, one_process())
 
@@ -182,20 +158,8 @@ def shard_with_dims(model: nn.Module, fully_shard: Any, dims: dict[str, Any], **
     return model
 
 
-@pytest.mark.parametrize(
-    "sizes, dims",
-    [
-        ({"dp": 4}, {"shard": "dp"}),
-        ({"dp": 2, "tp": 2}, {"shard": "dp"}),
-        ({"tp": 2, "dp": 2}, {"replicate": "dp"}),  # torch compares meshes by identity, DTensor caches them by value
-        ({"replica": 4}, {"replicate": "replica"}),
-        ({"replica": 2, "dp": 2}, {"shard": "dp", "replicate": "replica"}),
-        ({"dp": 2, "cp": 2}, {"shard": ("dp", "cp")}),
-        ({"replica": 1, "dp": 2, "cp": 1, "tp": 2}, {"shard": ("dp", "cp"), "replicate": "replica"}),
-    ],
-    ids=lambda value: str(value),
-)
-def test_spmd_mesh(ranks4, sizes: dict[str, int], dims: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sizes, dims", ON_FOUR_RANKS, ids=str)
+def test_spmd_mesh(ranks4, sizes: Sizes, dims: Dims) -> None:
     ranks4.run(train_spmd, sizes, dims)
 
 
