@@ -58,8 +58,13 @@ def offloaded(model):
     return shard(model, fully_shard, offload_policy=CPUOffloadPolicy())
 
 
+def offloaded_bf16(model):
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    return shard(model, fully_shard, mesh=mesh_2d(), mp_policy=mixed, offload_policy=CPUOffloadPolicy())
+
+
 FEATURES = [hsdp, hsdp_bf16, replicate_only, replicate_only_bf16, other_dimension, fewer_ranks,
-            fewer_ranks_other_dimension, int8, int8_kept, offloaded]
+            fewer_ranks_other_dimension, int8, int8_kept, offloaded, offloaded_bf16]
 
 
 def build(feature, cls=Net):
