@@ -33,12 +33,15 @@ from torch.fx import Graph
 from .accumulate import accumulate
 from .bucket import bucket
 from .context import Observer, PassConfig, PassContext, Report, Traffic, source_digest
-from .graph_view import gathers_repeat, has_backward, tag_digest
+from .graph_view import REDUCE, UNSHARD, gathers_repeat, has_backward, tag_digest
 from .keep_slices import keep_slices
 from .regather import regather
 from .skeleton import print_skeleton
+from .torch_compat import copy_node
 
 __all__ = [
+    "REDUCE",
+    "UNSHARD",
     "Observer",
     "PassConfig",
     "PassContext",
@@ -46,6 +49,7 @@ __all__ = [
     "Traffic",
     "accumulate",
     "bucket",
+    "copy_node",
     "gathers_repeat",
     "has_backward",
     "keep_slices",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -68,6 +68,25 @@ def emit(graph: Graph, target: Callable[..., Any], *args: Any) -> Node:
     with fake_mode_of(values):
         node.meta["val"] = target(*values)
     return node
+
+
+def copy_node(graph: Graph, node: Node, copies: Mapping[Node, Node | None]) -> Node:
+    """Add a call like ``node`` of another graph, whose arguments ``copies`` replaces.
+
+    Its fake result is a new tensor. Running the operator for it is slow, so that is done for views only.
+    """
+    take = copies.__getitem__
+    args, kwargs = (torch.fx.node.map_arg(arguments, take) for arguments in (node.args, node.kwargs))
+    copy = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+    value = node.meta["val"]
+    if is_alias(node) or not isinstance(value, torch.Tensor):
+        values, named = (torch.fx.node.map_arg(arguments, lambda n: n.meta["val"]) for arguments in (args, kwargs))
+        with fake_mode_of(values):
+            copy.meta["val"] = node.target(*values, **named)  # type: ignore[operator, arg-type]
+    else:
+        with fake_mode_of(value):
+            copy.meta["val"] = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+    return copy
 
 
 def fake_mode_of(values: Any) -> Any:
