@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType, FunctionType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.nn as nn
@@ -30,7 +30,10 @@ _strict = False
 
 
 def set_strict(enabled: bool = True) -> None:
-    """Whether a sharded module whose forward runs eagerly, though all should be compiled, raises ``RuntimeError``."""
+    """Whether it is an error, a ``RuntimeError``, if the forward of a sharded module does not run in one graph.
+
+    It names the module and says why: it runs eagerly, or a graph break, with its reason and place, has split it.
+    """
     global _strict
     _strict = enabled
 
@@ -108,13 +111,33 @@ class LastRun:
         if self.how != EAGERLY or self._known != known:
             self.how, self._known, self._why = EAGERLY, known, _why_eager(state)
         if _strict:
-            label = state.groups[0].label if state.groups else "a module without parameters of its own"
-            raise RuntimeError(f"The forward of {label} runs eagerly, which set_strict forbids: {self._why}")
+            _refuse(state, f"runs eagerly, which set_strict forbids: {self._why}")
+
+    def note_split(self, state: FSDPState) -> None:
+        """A forward has ended in another graph than it began in; traced.
+
+        Raises:
+            RuntimeError: after ``set_strict``.
+        """
+        self.how = SPLIT
+        if _strict:
+            _refuse_split(state)
 
     def of(self, state: FSDPState) -> ModuleRun:
         """The report of ``state``'s module."""
         why = self._why if self.how == EAGERLY else _why_split(state) if self.how == SPLIT else ""
         return ModuleRun(state.name, self.how, why)
+
+
+@torch.compiler.disable
+def _refuse_split(state: FSDPState) -> NoReturn:
+    _refuse(state, f"is split over several graphs, which set_strict forbids: {_why_split(state)}")
+
+
+def _refuse(state: FSDPState, reason: str) -> NoReturn:
+    cls = type(state.modules[0]).__name__
+    label = state.groups[0].label if state.groups else f"a module without parameters of its own, {cls},"
+    raise RuntimeError(f"The forward of {label} {reason}")
 
 
 def _why_eager(state: FSDPState) -> str:
@@ -129,8 +152,12 @@ def _why_eager(state: FSDPState) -> str:
 
 
 def _why_split(state: FSDPState) -> str:
-    """The graph breaks in its own code and that of its submodules; all that there were, if none was there."""
+    """The graph breaks in its own code and that of its submodules; all that there were, if none was there.
+
+    A break may cause others in the code that calls it; those in ours do not count.
+    """
     breaks = torch_compat.graph_breaks()
+    breaks = [known for known in breaks if not _is_ours(known[1])] or breaks
     classes = {type(each) for module in state.modules for each in module.modules()}
     code = [part for cls in classes for part in _code(cls)]
     inside = [(why, file, line) for why, file, line in breaks if any(file == f and line in lines for f, lines in code)]
@@ -149,6 +176,10 @@ def _code(cls: type) -> list[tuple[str, range]]:
 
 def _is_of_torch(file: str) -> bool:
     return file.startswith(os.path.dirname(torch.__file__))
+
+
+def _is_ours(file: str) -> bool:
+    return os.path.dirname(file) == os.path.dirname(__file__)  # not the models that we ship
 
 
 def _texts(breaks: list[tuple[str, str, int]]) -> str:

@@ -26,6 +26,21 @@ from .fsdp_param_group import FSDPParamGroup
 from .fsdp_state import FSDPState
 
 
+def _closed_after_errors(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Have the modules show sharded parameters again if an exception leaves ``call``, which has transitions in it."""
+
+    @functools.wraps(call)
+    def closing(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(self, *args, **kwargs)
+        except BaseException:
+            if not torch.compiler.is_compiling():  # while it is traced, modules show nothing of it yet
+                self._fsdp_state.abandon_forward()
+            raise
+
+    return torch_compat.run_by_python(closing)
+
+
 class FSDPModule:
     """What ``fully_shard`` adds to a module: sharding around its call, and the methods below.
 
@@ -41,6 +56,7 @@ class FSDPModule:
         instance.__init__(*args, **kwargs)
         return instance
 
+    @_closed_after_errors
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Not hooks: torch.compile would run the root's hooks outside of its graph.
         state = self._fsdp_state
@@ -319,6 +335,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
     original = getattr(module, method_name)
 
+    @_closed_after_errors
     @functools.wraps(original)
     def with_transitions(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: FSDPState = self._fsdp_state  # type: ignore[assignment]

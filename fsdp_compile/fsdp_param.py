@@ -278,6 +278,11 @@ class FSDPParam:
             unsharded.requires_grad_(self.sharded_param.requires_grad)
         self.register(unsharded)
 
+    def hide_unsharded(self) -> None:
+        """Hand the sharded parameter to the modules that hold the unsharded one, whose data is kept."""
+        if any(module._parameters.get(name) is self._unsharded_param is not None for module, name in self.owners):
+            self.register(self.sharded_param)
+
     def to_sharded(self) -> None:
         """Hand the sharded parameter back to the modules and free the unsharded data."""
         self.register(self.sharded_param)

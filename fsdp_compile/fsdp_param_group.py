@@ -166,7 +166,7 @@ class FSDPParamGroup:
 
     def reshard(self) -> None:
         """Free the unsharded parameters and hand the sharded ones to the modules."""
-        self.traced.is_open = False
+        self.traced.forget()
         if self._gather is not None:  # the memory may not go while it is being written
             self._gather.wait()
             self._gather = None
@@ -203,6 +203,14 @@ class FSDPParamGroup:
         """
         for param in self.params:
             param.register(param.sharded_param)
+
+    def hide_unsharded(self) -> None:
+        """The same where modules hold unsharded ones, be they a graph's or ours, and not what a user put there."""
+        if self.traced.is_open:
+            self.traced.forget()
+            self.show_sharded()
+        for param in self.params:
+            param.hide_unsharded()
 
     @property
     def has_new_gradients(self) -> bool:

@@ -24,12 +24,13 @@ import torch.nn as nn
 
 from . import torch_compat
 from .execution_order import CallPrediction, ForwardOrder
-from .explain import IN_GRAPH, SPLIT, LastRun
+from .explain import IN_GRAPH, LastRun
 from .fsdp_param_group import FSDPParamGroup
 from .nested import cast_floating_point, map_tensors, tensors_requiring_grad
 from .policies import MixedPrecisionPolicy
 from .reduction import Reduction
 from .streams import Lanes
+from .tracing import trace_token
 
 UNTRACED = (
     "fsdp_compile: this module's transitions run eagerly, fsdp_compile.explain(model) says why; set_all_reduce_hook "
@@ -104,6 +105,7 @@ class FSDPState:
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] = []  # empty: the module that ran before this one
         self.max_reductions_in_flight = 1  # each holds a buffer of the size of its group's gradients
+        self._token = ""  # without parameters: of the graph in which the last traced forward began
         self._not_run: list[nn.Module] = []  # of `modules`, in the forward pass under way
         self._aliases: list[tuple[torch.Tensor, Any]] = []  # that stand for its inputs, as they were made
 
@@ -127,7 +129,7 @@ class FSDPState:
     def _pre_forward_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         self.last_run.note_eager(self)
         if self.is_open:
-            self._reshard_eager()  # an exception ended the last compiled forward between two graphs
+            self._reshard_eager()  # a graph has unsharded it, and no graph resharded it
         if self.context.callback_queued and not torch_compat.in_backward():
             self.reset()  # an exception ended the last backward
         if self.training_state is TrainingState.PRE_BACKWARD:  # activation checkpointing recomputes this forward
@@ -270,6 +272,15 @@ class FSDPState:
         dtype = self.mp_policy.output_dtype
         return output if dtype is None else cast_floating_point(dtype, output)
 
+    @torch.compiler.disable
+    def abandon_forward(self) -> None:
+        """An exception has left the forward: show sharded parameters again; at the root, those of all modules."""
+        if torch_compat.in_backward():
+            return  # activation checkpointing ends a recomputation so
+        for state in self.context.states if self.context.root is self else [self]:
+            for group in state.groups:
+                group.hide_unsharded()
+
     # -- forward, traced ----------------------------------------------------------------------------------------------
 
     @property
@@ -311,15 +322,17 @@ class FSDPState:
     def unshard_traced(self) -> None:
         """Emit the all-gathers into the graph being traced, as far as it does not hold them."""
         self.last_run.how = IN_GRAPH
+        if not self.groups:
+            self._token = trace_token()
         for group in self.groups:
             group.traced.unshard()
 
     def reshard_traced(self, free: bool) -> None:
         """Give the sharded parameters back to the modules; with ``free``, record that the unsharded hold no data."""
         to_fewer = torch.is_grad_enabled()
-        for group in self.groups:
-            if group.traced.reshard(free, to_fewer):
-                self.last_run.how = SPLIT
+        split = [group.traced.reshard(free, to_fewer) for group in self.groups] or [self._token != trace_token()]
+        if any(split):
+            self.last_run.note_split(self)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 

@@ -225,6 +225,16 @@ def one_node(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch._dynamo.allow_in_graph(function)
 
 
+def run_by_python(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark ``function``: Dynamo does not compile a call of it by itself, but what it calls; inside others it traces it.
+
+    A frame with a ``try`` cannot be resumed after a graph break. Without the mark Dynamo gives up such code at the
+    first, for all models, of which some have been compiled with it. There is no public way that allows tracing.
+    """
+    torch._dynamo.eval_frame.skip_code(function.__code__)
+    return function
+
+
 def record_free(tensor: torch.Tensor) -> None:
     """``tensor.untyped_storage().resize_(0)`` as a graph holds it: an operator without a public name."""
     torch.ops.inductor.resize_storage_bytes_(tensor, 0)

@@ -129,6 +129,10 @@ class TracedGroup:
             params if any((*extends, *distributed)) else [],
         )
 
+    def forget(self) -> None:
+        """Forget what a graph made: the modules hold it no more, or will not."""
+        self._made, self._hidden, self.is_open = [], [], False
+
     def settings(self) -> Settings:
         """As they are now. What users change without a call of ours is read each time."""
         held = zip(self._owners, self._fixed[1], strict=True)
@@ -220,7 +224,7 @@ class TracedGroup:
         if not self.is_open:
             return False
         made, hidden = self._made, self._hidden
-        self._made, self._hidden, self.is_open = [], [], False
+        self.forget()
         if not torch.compiler.is_compiling():
             self._group.show_sharded()
         else:

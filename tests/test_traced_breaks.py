@@ -1,11 +1,13 @@
 """Graph breaks, wherever they are: results as eager; ``explain`` names the modules that did not run in one graph."""
 
 import inspect
+import re
 
 import pytest
 import torch
-from models import assert_same, local, shard
+from models import shard
 from torch import nn
+from torch.distributed.tensor import DTensor
 from traced import SmallBlock, SmallNet, Training, assert_equal, reset
 
 from fsdp_compile import explain, fully_shard, set_strict
@@ -231,31 +233,45 @@ def _strict(change, why, reset_state):
     set_strict(False)
 
 
-class Fails(InRoot):
-    fails = False
-
+class WithoutParameters(nn.Sequential):
     def forward(self, x):
-        x = self.blocks[0](self.inp(x))
-        torch._dynamo.graph_break()
-        if self.fails:
-            raise ValueError("between two graphs")
-        return self.head(self.blocks[1](x))
+        x = self[0](x)
+        torch._dynamo.graph_break()  # here: WithoutParameters
+        return self[1](x)
 
 
-def test_eager_after_an_error_between_graphs(ranks2):
-    ranks2.run(_error_between)
-
-
-def _error_between():
-    reset()
+def without_parameters():
     torch.manual_seed(0)
-    expected, model = fully_shard(Fails()), fully_shard(Fails())
-    model.load_state_dict(expected.state_dict())
-    model.fails = True
-    with pytest.raises(ValueError, match="between two graphs"):
-        torch.compile(model, backend="fsdp_eager")(torch.ones(4, 12))
-    model.fails = False
-    for each in (model, expected):
-        each(torch.ones(4, 12)).sum().backward()  # an eager forward sets all right
-    gradients = [[local(param.grad) for param in each.parameters()] for each in (model, expected)]
-    assert_same(gradients[:1], gradients[1:])
+    model = WithoutParameters(nn.Linear(12, 12), nn.Linear(12, 12))
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+STRICT_CASES = [
+    (InRoot, "the root module"),
+    *((case, "module 'blocks.0'") for case in (InBlock, Prints, DataDependent)),
+    (WithoutParameters, "a module without parameters of its own, FSDPWithoutParameters,"),
+]
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("case, label", STRICT_CASES)
+def test_strict_about_splits(ranks2, case, label, before):
+    ranks2.run(_strict_about_splits, case, label, before)
+
+
+def _strict_about_splits(case, label, before):
+    """Whether it has been compiled before or not, it is an error, which says where the break is; and no other time."""
+    reset()
+    make = without_parameters if case is WithoutParameters else lambda: build(case)
+    eager, model = Training(make()), make()
+    traced = Training(model, torch.compile(model, backend="fsdp_eager"))
+    steps = (0, 1) if before else ()
+    assert_equal(eager.steps(*steps), traced.steps(*steps))
+    set_strict()
+    with pytest.raises(RuntimeError, match=f"{label} is split over several graphs.*{re.escape(where(case))}"):
+        traced.forward(torch.ones(2, 12))
+    set_strict(False)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    assert_equal(eager.steps(2, 3), traced.steps(2, 3))
