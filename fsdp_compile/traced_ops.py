@@ -1,11 +1,11 @@
 """What the transitions put into graphs: each function is one node for Dynamo, and for AOTAutograd what it does.
 
-    unshard:  sharded data ─ cast ─ all_gather_into_tensor ─ wait ─ [concatenate] ─ [slice off the padding] ─> full
+    unshard:  sharded data ─ [to the device] ─ cast ─ all_gather_into_tensor ─ wait ─ [concatenate] ─ [slice] ─> full
 
     backward of full:  gradient ─ cast ─┬─ [add what was set aside] ─ a row for each shard ─ reduce_scatter_tensor ─ ...
                                         └─> set aside, without gradient sync
 
-        ... ─ wait ─┬─ [add what was set aside] ─ [all_reduce ─ wait] ─ [divide] ─ cast ─> gradient of the sharded data
+        ... ─ wait ─┬─ [add what was set aside] ─ [all_reduce ─ wait] ─ [divide] ─ cast ─ [to the host] ─> gradient
                     └─> set aside, without all-reduce
 
     free:     resize of full's memory to zero bytes
@@ -74,7 +74,8 @@ def _unshard(recipe: Recipe, tag: str, inputs: Tensors, trains: bool, padded: to
 def _all_gather(recipe: Recipe, tag: str, data: torch.Tensor) -> torch.Tensor:
     """The unsharded data with padding, which does not require grad."""
     with tagged(tag, "unshard"), torch_compat.below_autograd():
-        source = data.to(device=recipe.device, dtype=recipe.compute_dtype)
+        # Cast on the device: a cast on the host would take the host's time, and leave what is not in pinned memory.
+        source = data.to(recipe.device, non_blocking=True).to(recipe.compute_dtype)
         if recipe.gather_group is None:
             return source if _makes_memory(recipe, data) else data.detach()
         full = _gather(source, recipe.world, recipe.gather_group)
@@ -135,7 +136,7 @@ class Unsharded(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         with tagged(ctx.tag, "reduce"), torch_compat.below_autograd():
             reduced = _reduce(ctx.recipe, grad, *ctx.saved_tensors)
-            reduced = reduced.to(dtype=ctx.dtype, device=ctx.device)
+            reduced = reduced.to(ctx.dtype).to(ctx.device)
         return None, None, None, reduced, None, None
 
 

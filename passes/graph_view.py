@@ -1,7 +1,7 @@
 """Reads from a graph's tags which collectives belong to which parameters.
 
-    placeholder ─ [cast] ─ [pad] ─ START ─ WAIT ─ [slice] ─ uses ... RESIZE(0)          a gather and its free
-    gradient ─ [cast] ─ [pad] ─ START ─ WAIT ─ [START ─ WAIT] ─ [cast] ─ output         a reduction, then an all-reduce
+    placeholder ─ [to device] ─ [cast] ─ START ─ WAIT ─ [slice] ─ uses ... RESIZE(0)         a gather and its free
+    gradient ─ [cast] ─ [pad] ─ START ─ WAIT ─ [START ─ WAIT] ─ [cast] ─ [to host] ─ output  a reduction, an all-reduce
 
     placeholder ─ [cast] ─┐                ┌─ getitem ─ WAIT ─ [slice] ─ uses
     placeholder ─ [cast] ─┴─ START (many) ─┴─ getitem ─ WAIT ─ [slice] ─ uses           a bucket of gathers
@@ -36,6 +36,7 @@ COPIES = (
     torch.ops.aten._to_copy.default,
     torch.ops.aten.clone.default,
     torch.ops.prims.convert_element_type.default,
+    torch.ops.prims.device_put.default,
 )
 
 
