@@ -83,7 +83,7 @@ def time_bound(graph: Graph, costs: CheapestCosts, without: Collection[Node] = (
     streams: defaultdict[str | None, list[Job]] = defaultdict(list)
     for node, seconds in lengths.items():
         streams[lanes[node]].append((heads[node], seconds, tails[node]))
-    return max(map(_earliest_end, streams.values()), default=0.0)
+    return max(map(earliest_end, streams.values()), default=0.0)
 
 
 # -- lanes ------------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def _kind(start: Node, lane: str) -> _Kind:
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 
-def _earliest_end(jobs: Iterable[Job]) -> float:
+def earliest_end(jobs: Iterable[Job]) -> float:
     """When one stream has ended all tails, by Jackson's rule with interruptions."""
     coming = sorted(jobs, reverse=True)
     ready: list[tuple[float, float]] = []  # minus the tail, and what is left of the duration

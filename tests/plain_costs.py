@@ -6,6 +6,7 @@ import operator
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 
 from torch.fx import Node
 
@@ -53,3 +54,16 @@ class PlainCosts:
 def drawn(seed: int, node: Node) -> float:
     """Between 0 and 1, the same for nodes of one name."""
     return zlib.crc32(f"{seed} {node.name}".encode()) / 2**32
+
+
+def random_costs(seed: int, chance: Random) -> PlainCosts:
+    """Compute of up to 10 s a node, and communication that takes less, as much, or more."""
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    wasteful = chance.random() < 0.3
+    return PlainCosts(
+        lambda node: 10 * drawn(seed, node),
+        latency=chance.choice([0, 0.1, 3]),
+        rates=tuple((kind, chance.choice([10, 100, 1000])) for kind in kinds),
+        waste=lambda node: 1 + wasteful * drawn(seed, node),
+        apart=chance.random() < 0.3,
+    )

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from itertools import pairwise
 from random import Random
 
 import torch
 from graph_maker import WORLD, GraphMaker, aten
 from torch.fx import Graph, Node
 
-from fsdp_compile.passes.graph_view import UNSHARD, WAIT, Tag, is_launch, kind_of, resized_to, set_tag, waits_of
+from fsdp_compile.passes.graph_view import UNSHARD, WAIT, Tag, is_launch, kind_of, resized_to, set_tag, tag_of, waits_of
 from fsdp_compile.passes.storages import Storages
 from fsdp_compile.passes.torch_compat import RESIZE, emit
 
@@ -105,11 +106,13 @@ def random_pair(seed: int, modules: int) -> tuple[Graph, Graph]:
 # -- orders -----------------------------------------------------------------------------------------------------------
 
 
-def reorder(graph: Graph, chance: Random) -> None:
-    """Bring ``graph`` into another order that computes the same."""
+def reorder(graph: Graph, chance: Random, compute_stays: bool = False) -> None:
+    """Bring ``graph`` into another order that computes the same; the order of compute may have to stay."""
     hurry = chance.choice([0.0, 1.0, 2.0])  # 0: launches and waits anywhere; else launches early and waits late
     keys = {node: chance.random() + hurry * (node.target is WAIT) - hurry * is_launch(node) for node in graph.nodes}
     missing = _needed(graph)
+    for earlier, later in pairwise(node for node in missing if tag_of(node) is None) if compute_stays else ():
+        missing[later].add(earlier)
     behind: defaultdict[Node, list[Node]] = defaultdict(list)
     for node, needed in missing.items():
         for each in needed:

@@ -54,6 +54,20 @@ def schedule(text: str, name: str = "batch", group: str = "0", saves: bool = Fal
     return make.finish(last, *reduced, *(shards.values() if saves else ()))
 
 
+def long_schedule(modules: int, compute: int) -> Graph:
+    """A backward of many modules, each of which gathers, computes ``compute`` times and reduces."""
+    make = GraphMaker()
+    shards = [make.input(size=(ROWS // WORLD, 3), name=f"primals_{module}") for module in range(modules)]
+    last = make.input(size=(ROWS, 3), name="tangents_1")
+    reduced = []
+    for module, shard in enumerate(shards):
+        last = make.made_up("A=1", (ROWS, 3), last, make.gather(shard, "a", module))
+        for _ in range(compute - 1):
+            last = make.made_up("A=1", (ROWS, 3), last)
+        reduced.append(make.reduce(last, "a", module))
+    return make.finish(*reduced)
+
+
 def _tag(word: str) -> Tag:
     module = word.strip("/-").lower()
     return Tag(ord(module), module, (f"{module}.weight",), (0,), "reduce" if "-" in word else "unshard")

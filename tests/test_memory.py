@@ -286,7 +286,7 @@ def test_categories_between_two_reductions(world: None) -> None:
 # -- beside real tensors ----------------------------------------------------------------------------------------------
 
 
-@on_random_trees(examples=20)
+@on_random_trees(examples=14)
 def test_as_real_tensors_have_it(tree: Tree) -> None:
     """To the byte, at every node, before and after the passes."""
     with fake_world(tree.world):
@@ -295,7 +295,7 @@ def test_as_real_tensors_have_it(tree: Tree) -> None:
             check(stages[f"forward {when}"], stages[f"backward {when}"])
 
 
-@on_random_trees(examples=10)
+@on_random_trees(examples=8)
 def test_as_real_tensors_have_it_without_backward(tree: Tree) -> None:
     """Here graphs free what they have gathered."""
     with fake_world(tree.world), torch.no_grad():

@@ -14,7 +14,7 @@ from random import Random
 import pytest
 from fake_world import copy_graph, fake_world
 from graph_maker import GraphMaker, aten
-from plain_costs import PlainCosts, drawn
+from plain_costs import PlainCosts, drawn, random_costs
 from random_graphs import random_pair, reorder
 from schedules import BYTES, COSTS, schedule
 from snapshots import assert_snapshot
@@ -209,16 +209,6 @@ def test_live_bytes_over_time() -> None:
 
 
 # -- random graphs ----------------------------------------------------------------------------------------------------
-
-
-def random_costs(seed: int, chance: Random) -> PlainCosts:
-    rates = (("all_gather", chance.choice([10, 100, 1000])), ("reduce_scatter", chance.choice([10, 100, 1000])))
-    return PlainCosts(
-        lambda node: 10 * drawn(seed, node),
-        latency=chance.choice([0, 0.1, 3]),
-        rates=rates,
-        apart=chance.random() < 0.3,
-    )
 
 
 @pytest.mark.parametrize("seed", range(20))
