@@ -22,6 +22,9 @@ are tagged so, whoever traced it. Nothing in here imports the runtime.
 
 Around the passes: ``context`` (what they are told and report), ``graph_view`` (what they read), ``skeleton`` (prints a
 graph's communication for people), ``torch_compat`` (private torch APIs).
+
+How good their result is: ``simulate`` (when everything happens), ``memory`` (what is live, on ``storages``), ``bounds``
+(what no plan can beat: ``time_bound`` and ``memory_bound``, on ``reach``), ``result`` (all of it side by side).
 """
 
 from __future__ import annotations
@@ -31,25 +34,41 @@ from collections.abc import Callable, Iterable
 from torch.fx import Graph
 
 from .accumulate import accumulate
+from .bounds import Bounds, bounds
 from .bucket import bucket
 from .context import Observer, PassConfig, PassContext, Report, Traffic, source_digest
 from .graph_view import REDUCE, UNSHARD, gathers_repeat, has_backward, tag_digest
 from .keep_slices import keep_slices
+from .memory import MemoryProfile
 from .regather import regather
+from .result import Result, evaluate
+from .simulate import Timeline, simulate
 from .skeleton import print_skeleton
 from .torch_compat import copy_node
 
 __all__ = [
+<<<<<<< HEAD
     "REDUCE",
     "UNSHARD",
+=======
+    "Bounds",
+    "MemoryProfile",
+>>>>>>> sim
     "Observer",
     "PassConfig",
     "PassContext",
     "Report",
+    "Result",
+    "Timeline",
     "Traffic",
     "accumulate",
+    "bounds",
     "bucket",
+<<<<<<< HEAD
     "copy_node",
+=======
+    "evaluate",
+>>>>>>> sim
     "gathers_repeat",
     "has_backward",
     "keep_slices",
@@ -58,6 +77,7 @@ __all__ = [
     "run_inference",
     "run_joint",
     "run_parts",
+    "simulate",
     "source_digest",
     "tag_digest",
 ]
