@@ -11,11 +11,7 @@ from collections import Counter
 import torch
 from torch.fx import Graph, Node
 
-<<<<<<< HEAD
-from .graph_view import ALL_REDUCES, COPIES, GATHERS, REDUCTIONS, WAIT, Collective, Tag, tag_of
-=======
-from .graph_view import KINDS, WAIT, Collective, Tag, tag_of
->>>>>>> sim
+from .graph_view import COPIES, KINDS, WAIT, Collective, Tag, tag_of
 from .torch_compat import RESIZE, is_alias
 
 DTYPES = {"torch.float32": "f32", "torch.bfloat16": "bf16", "torch.float16": "f16", "torch.float64": "f64"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -125,6 +126,13 @@ def copy_node(graph: Graph, node: Node, copies: Mapping[Node, Node | None]) -> N
         with fake_mode_of(value):
             copy.meta["val"] = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
     return copy
+
+
+def real_tensors() -> AbstractContextManager[Any]:
+    """Inside, tensors that a pass reckons with are real, though it runs while a compiler works with fake ones."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
 
 
 def fake_mode_of(values: Any) -> Any:
