@@ -11,16 +11,11 @@ from collections import Counter
 import torch
 from torch.fx import Graph, Node
 
-from .graph_view import ALL_REDUCES, COPIES, GATHERS, REDUCTIONS, WAIT, Collective, Tag, tag_of
+from .graph_view import COPIES, KINDS, WAIT, Collective, Tag, tag_of
 from .torch_compat import RESIZE, is_alias
 
 DTYPES = {"torch.float32": "f32", "torch.bfloat16": "bf16", "torch.float16": "f16", "torch.float64": "f64"}
 WIDTH = 118
-KINDS = {
-    **dict.fromkeys(GATHERS, "all_gather"),
-    **dict.fromkeys(REDUCTIONS, "reduce_scatter"),
-    **dict.fromkeys(ALL_REDUCES, "all_reduce"),
-}
 
 
 def print_skeleton(graph: Graph) -> str:

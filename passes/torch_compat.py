@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import optimization_hint
 from torch.utils.checkpoint import CheckpointPolicy  # the partitioner reads it from a node's meta
 
 # Dynamo records `untyped_storage().resize_(n)` as this operator; it has no public name.
@@ -33,6 +36,42 @@ def is_alias(node: Node) -> bool:
     schema = node.target._schema
     declared = not schema.is_mutable and any(argument.alias_info is not None for argument in schema.arguments)
     return declared or node.target is UNSAFE_VIEW
+
+
+def shared_inputs(node: Node) -> list[Node]:
+    """The inputs whose memory the node's results are in, written or not; schemas tell, but for two operators."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    if node.target in (UNSAFE_VIEW, c10d.wait_tensor.default):
+        return node.all_input_nodes
+    shared: list[Node] = []
+    for index, name in _shared_arguments(node.target):
+        torch.fx.node.map_arg(node.args[index] if index < len(node.args) else node.kwargs.get(name), shared.append)
+    return shared
+
+
+@cache
+def _shared_arguments(target: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    """Position and name of the arguments whose memory the results are in."""
+    schema = target._schema
+    returned = {name for result in schema.returns if result.alias_info for name in result.alias_info.before_set}
+    return [
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info
+        # Where views come in a list, only the argument's side of the schema says so.
+        and (not schema.is_mutable or returned.intersection(argument.alias_info.before_set))
+    ]
+
+
+def is_functional_collective(node: Node) -> bool:
+    """Whether the node launches a functional collective or waits for one; their namespace has no public name."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """The size as traced; unlike ``int``, adds no guard to a dynamic one."""
+    return optimization_hint(size)
 
 
 def mark_regather(node: Node) -> None:
@@ -87,6 +126,13 @@ def copy_node(graph: Graph, node: Node, copies: Mapping[Node, Node | None]) -> N
         with fake_mode_of(value):
             copy.meta["val"] = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
     return copy
+
+
+def real_tensors() -> AbstractContextManager[Any]:
+    """Inside, tensors that a pass reckons with are real, though it runs while a compiler works with fake ones."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
 
 
 def fake_mode_of(values: Any) -> Any:
