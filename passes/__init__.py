@@ -22,6 +22,9 @@ are tagged so, whoever traced it. Nothing in here imports the runtime.
 
 Around the passes: ``context`` (what they are told and report), ``graph_view`` (what they read), ``skeleton`` (prints a
 graph's communication for people), ``torch_compat`` (private torch APIs).
+
+How long a graph takes: ``hardware`` (what a machine can do) with ``alpha_beta`` (collectives) and ``profile_files``;
+``work`` (what each node has to do) with ``data_flow`` and ``fusion``; ``cost_model`` puts the two together.
 """
 
 from __future__ import annotations
@@ -33,15 +36,21 @@ from torch.fx import Graph
 from .accumulate import accumulate
 from .bucket import bucket
 from .context import Observer, PassConfig, PassContext, Report, Traffic, source_digest
+from .cost_model import CostModel, Placement, world_symbol
 from .graph_view import gathers_repeat, has_backward, tag_digest
+from .hardware import HardwareProfile, Network, profile
 from .keep_slices import keep_slices
 from .regather import regather
 from .skeleton import print_skeleton
 
 __all__ = [
+    "CostModel",
+    "HardwareProfile",
+    "Network",
     "Observer",
     "PassConfig",
     "PassContext",
+    "Placement",
     "Report",
     "Traffic",
     "accumulate",
@@ -50,12 +59,14 @@ __all__ = [
     "has_backward",
     "keep_slices",
     "print_skeleton",
+    "profile",
     "regather",
     "run_inference",
     "run_joint",
     "run_parts",
     "source_digest",
     "tag_digest",
+    "world_symbol",
 ]
 
 Pass = Callable[[Graph, PassContext], Report]
