@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from .alpha_beta import ROUNDS, Line, Number
 from .data_flow import Size
-from .hardware import HardwareProfile
+from .hardware import HardwareProfile, Network
 from .work import Exchange, GraphWork, Work, read_work
 
 COMPUTE = "compute"  # the lane of kernels
@@ -34,10 +34,12 @@ class Placement:
         size: number of ranks, or a symbol for it, a positive integer.
         in_node: how many of them sit in each node; default: as many as fit. 1 for a group that takes one rank of each
             node, say the replicas of a mesh whose shards fill the nodes.
+        network: its own links, if they are not those of the profile.
     """
 
     size: int | sympy.Symbol
     in_node: int | None = None
+    network: Network | None = None
 
 
 def world_symbol(group: str) -> sympy.Symbol:
@@ -48,13 +50,13 @@ def world_symbol(group: str) -> sympy.Symbol:
 class CostModel:
     """Times of the nodes of graphs, and of collectives that might be.
 
-    A graph is read when first asked about, and again when it has got another node or another number of them; so change
-    a graph first and then ask. Nothing depends on a clock: all ranks get the same times.
+    A graph is read as a whole when first asked about, and again when it has got a new node or another number of them;
+    so change a graph first, and then ask. Nothing depends on a clock: all ranks get the same times.
 
     Args:
         profile: the machine.
-        groups: of each process group, by the name that graphs call it, the size and the place. Need not be the traced
-            size. A bare size stands for ``Placement(size)``.
+        groups: of each process group, by the name that graphs call it, the size, which need not be the traced one, and
+            the place. A bare size stands for ``Placement(size)``.
         dimensions: sizes of dynamic dimensions, by the names of their symbols; default: those of the trace.
     """
 
@@ -195,8 +197,9 @@ class _Formulas:
         if line is None:
             if kind not in ROUNDS:
                 raise ValueError(f"unknown kind of collective {kind!r}; known are {', '.join(ROUNDS)}")
-            line = self._profile.line(kind, self._size(group), self._groups[group].in_node)
-            self._lines[kind, group] = line
+            size, place = self._size(group), self._groups[group]
+            profile = self._profile.on(place.network) if place.network else self._profile
+            line = self._lines[kind, group] = profile.line(kind, size, place.in_node)
         return line
 
     def check_group(self, name: str) -> None:

@@ -207,7 +207,8 @@ def _check_network(level: str, network: Network) -> None:
     for kind, _ in network.collectives:
         if kind not in ROUNDS:
             raise ValueError(f"{level}.collectives has {kind!r}; known are {', '.join(ROUNDS)}")
-    links: dict[str, Any] = {level: network, **{f"{level}.collectives.{kind}": link for kind, link in network.collectives}}
+    links: dict[str, Any] = {f"{level}.collectives.{kind}": link for kind, link in network.collectives}
+    links[level] = network
     for where, link in links.items():
         _check_number(f"{where}.bandwidth", link.bandwidth)
         _check_number(f"{where}.latency", link.latency, zero=True)

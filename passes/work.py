@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from .data_flow import DataFlow, Size, data_flow, shape_of, tensors_of
 from .fusion import is_free, kernels, moves_between_devices
 from .graph_view import GATHERS, UNSHARD, gathers, made_by, reductions
-from .torch_compat import c10d, is_mutating
+from .torch_compat import as_expression, c10d, is_mutating
 
 aten = torch.ops.aten
 
@@ -62,9 +62,8 @@ class Compute:
 
     Attributes:
         dtype: that the FLOPs are done in.
-        size: bytes read and written.
+        size: bytes read and written; if ``to_host``, bytes that move between host and device memory.
         launches: 1 for the first node of a kernel, 0 for the others.
-        to_host: whether the bytes move between host and device memory.
     """
 
     flops: Size
@@ -122,7 +121,8 @@ def read_work(graph: Graph) -> GraphWork:
         else:
             size, launches = traffic.of(node)
             flops, dtype = _flops(node, flow.traced_sizes)
-            work[node.name] = Compute(flops, dtype, size, launches, moves_between_devices(node), shards)
+            to_host = moves_between_devices(node)
+            work[node.name] = Compute(flops, dtype, flow.size[node] if to_host else size, launches, to_host, shards)
     return GraphWork(work, flow.traced_sizes)
 
 
@@ -173,8 +173,8 @@ class _Traffic:
 
 def _flops(node: Node, traced_sizes: dict[sympy.Symbol, int]) -> tuple[Size, torch.dtype]:
     """FLOPs, and the dtype of the first tensor that is given."""
-    inputs = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
-    dtype = (inputs or tensors_of(node) or [torch.empty(0)])[0].dtype
+    tensors = [tensor for each in (*node.all_input_nodes, node) for tensor in tensors_of(each)]
+    dtype = tensors[0].dtype if tensors else torch.float32
     packet = getattr(node.target, "overloadpacket", node.target)
     formula = flop_registry.get(SAME_FLOPS.get(packet, packet))
     if formula is None:
@@ -184,9 +184,9 @@ def _flops(node: Node, traced_sizes: dict[sympy.Symbol, int]) -> tuple[Size, tor
         if isinstance(value, torch.Tensor):
             shape = shape_of(value, traced_sizes)
             return _Shape(shape) if any(isinstance(size, sympy.Expr) for size in shape) else value
-        return type(value)(map(shaped, value)) if isinstance(value, (list, tuple)) else value
+        return type(value)(map(shaped, value)) if isinstance(value, (list, tuple)) else as_expression(value)[0]
 
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: shaped(source.meta["val"]))
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: shaped(source.meta.get("val")))
     return formula(*args, **kwargs, out_val=shaped(node.meta["val"])), dtype
 
 
