@@ -147,10 +147,9 @@ class _Traffic:
         kernel = self._kernel.get(node, node)
         launches = int(kernel not in self._launched)
         self._launched.add(kernel)
-        size = sum(self._reads(node, kernel), start=0)
-        if node in self._leaving or kernel is node and not is_mutating(node.target):
-            size = size + self._flow.size[node]
-        return size, launches
+        stays_inside = node in self._kernel and node not in self._leaving
+        written = 0 if stays_inside or is_mutating(node.target) else self._flow.size[node]
+        return sum(self._reads(node, kernel), start=written), launches
 
     def _reads(self, node: Node, kernel: Node) -> Iterator[Size]:
         """What an operation writes to is among its inputs, and counts once."""

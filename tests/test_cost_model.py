@@ -441,23 +441,22 @@ def test_digest() -> None:
 # -- large models -----------------------------------------------------------------------------------------------------
 
 
-def check_against_6nt(layers: int, tokens: int = 8192, tolerance: float = 1e-3) -> None:
-    """FLOPs against 6 N T, of all weights but the embedding's, and 14 T² for attention's products.
+def check_against_6nt(layers: int, tokens: int = 8192) -> None:
+    """FLOPs are 6 N T, with N all weights but the embedding's, and 14 T² d a layer of attention; so is time.
 
     The counter takes all of T² though attention is causal: 4 T² d forward, and 10 T² d backward, as that computes the
-    scores once more. And the time of large products is what these FLOPs take.
+    scores once more. Large products take what these FLOPs take, and a launch each; all else adds less than a quarter.
     """
     config = config_of("llama3-8b", layers)
     graphs, costs = llama_graphs(config, 64, tokens), CostModel(profile("h100"), {"0": 64})
     weights = 2 * config.dim * config.head_dim * (config.heads + config.kv_heads) + 3 * config.dim * config.ffn_dim
     dense = 6 * (layers * weights + config.vocab * config.dim) * tokens
     attention = 14 * tokens**2 * config.dim * layers
-    flops = sum(getattr(costs.work(node), "flops", 0) for graph in graphs for node in graph.nodes)
-    assert flops == close(dense + attention, rel=tolerance)
-    heavy = [node for graph in graphs for node in graph.nodes if getattr(costs.work(node), "flops", 0)]
-    expected = (dense + attention) / (989.4e12 * 0.803)
-    assert sum(costs.seconds(node) for node in heavy) == close(expected, rel=tolerance)
     compute = [node for graph in graphs for node in graph.nodes if costs.lane(node) == "compute"]
+    heavy = [node for node in compute if costs.work(node).flops]
+    assert sum(costs.work(node).flops for node in heavy) == dense + attention
+    expected = (dense + attention) / (989.4e12 * 0.803) + 0.9e-6 * len(heavy)
+    assert sum(costs.seconds(node) for node in heavy) == close(expected, rel=1e-9)
     assert expected < sum(costs.seconds(node) for node in compute) < 1.25 * expected
 
 
