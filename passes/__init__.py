@@ -27,6 +27,9 @@ graph's communication for people), ``torch_compat`` (private torch APIs).
 
 How good their result is: ``simulate`` (when everything happens), ``memory`` (what is live, on ``storages``), ``bounds``
 (what no plan can beat: ``time_bound`` and ``memory_bound``, on ``reach``), ``result`` (all of it side by side).
+
+How long a graph takes: ``hardware`` (what a machine can do) with ``alpha_beta`` (collectives) and ``profile_files``;
+``work`` (what each node has to do) with ``data_flow`` and ``fusion``; ``cost_model`` puts the two together.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ from .accumulate import accumulate
 from .bounds import Bounds, bounds
 from .bucket import bucket
 from .context import Observer, PassConfig, PassContext, Report, Traffic, source_digest
+from .cost_model import CostModel, Placement, world_symbol
 from .graph_view import REDUCE, UNSHARD, gathers_repeat, has_backward, tag_digest
+from .hardware import HardwareProfile, Network, profile
 from .keep_slices import keep_slices
 from .memory import MemoryProfile
 from .regather import regather
@@ -54,9 +59,13 @@ __all__ = [
     "UNSHARD",
     "Bounds",
     "MemoryProfile",
+    "CostModel",
+    "HardwareProfile",
+    "Network",
     "Observer",
     "PassConfig",
     "PassContext",
+    "Placement",
     "Report",
     "Result",
     "Timeline",
@@ -70,6 +79,7 @@ __all__ = [
     "has_backward",
     "keep_slices",
     "print_skeleton",
+    "profile",
     "regather",
     "run_inference",
     "run_joint",
@@ -78,6 +88,7 @@ __all__ = [
     "simulate",
     "source_digest",
     "tag_digest",
+    "world_symbol",
 ]
 
 

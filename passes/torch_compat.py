@@ -31,11 +31,40 @@ def is_alias(node: Node) -> bool:
     """Whether the node's result may share memory with an input that it does not write (views, `detach`, ...)."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and is_alias(node.args[0])
-    if not isinstance(node.target, torch._ops.OpOverload):
+    return _returns_alias(node.target)
+
+
+@cache
+def _returns_alias(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
         return False
-    schema = node.target._schema
+    schema = target._schema
     declared = not schema.is_mutable and any(argument.alias_info is not None for argument in schema.arguments)
-    return declared or node.target is UNSAFE_VIEW
+    return declared or target is UNSAFE_VIEW
+
+
+@cache
+def is_mutating(target: Any) -> bool:
+    """Whether an operator writes to an argument."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def shares_memory(node: Node, source: Node) -> bool:
+    """Whether the two results share memory; operators like ``reshape`` copy, but only if they must."""
+    # Public functions compare addresses, which fake tensors do not have.
+    return torch._C._is_alias_of(node.meta["val"], source.meta["val"])  # type: ignore[attr-defined]
+
+
+def as_expression(size: Any) -> tuple[Any, dict[Any, int]]:
+    """A size as an int or in sympy, and which values the symbols in it had in the trace, as far as they had any.
+
+    ``int(size)`` would bind the graph to the size that it was traced with.
+    """
+    if not isinstance(size, torch.SymInt):
+        return size, {}
+    expression = size.node.expr
+    traced = size.node.shape_env.backed_var_to_val
+    return expression, {symbol: int(traced[symbol]) for symbol in expression.free_symbols if symbol in traced}
 
 
 def shared_inputs(node: Node) -> list[Node]:
