@@ -27,8 +27,11 @@ from fsdp_compile.passes.graph_view import gathers, reductions
 
 @pytest.fixture(autouse=True)
 def world() -> Iterator[None]:
+    """Our own schedule is off: each test has a plan of its own, but for those of ours."""
     with fake_world(size=2):
+        backend.configure(schedule=False)
         yield
+        backend.configure(schedule=True)
 
 
 class Block(nn.Module):
@@ -169,6 +172,21 @@ def in_flight(order: list[str]) -> int:
 
 def communication(order: list[str]) -> list[str]:
     return [event for event in order if event != "mm"]
+
+
+# -- our own schedule -------------------------------------------------------------------------------------------------
+
+
+@ROWS
+def test_our_schedule_is_emitted_and_costs_no_kernel(rows: int) -> None:
+    plain = compiled(rows, False)
+    backend.configure(schedule=True)
+    found = compile_blocks(rows)
+    for code, order in zip(found.codes, found.orders, strict=True):
+        assert events(code) == order
+        check_memory(code)
+    assert [in_flight(order) for order in found.orders] > [in_flight(order) for order in plain.orders]
+    assert found.kernels <= plain.kernels
 
 
 # -- order ------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,18 @@ from random_models import Tree, trees
 from simulated_ranks import flat, random_inputs, run_on_all_ranks, same_bits
 from torch.fx import Graph, Node
 
-from fsdp_compile.passes import PassContext, accumulate, bucket, print_skeleton, regather, tag_digest
+from fsdp_compile import backend
+from fsdp_compile.passes import (
+    MemoryProfile,
+    PassConfig,
+    PassContext,
+    accumulate,
+    bucket,
+    print_skeleton,
+    regather,
+    schedule,
+    tag_digest,
+)
 from fsdp_compile.passes.graph_view import (
     GATHERS,
     REDUCTIONS,
@@ -52,8 +63,12 @@ def on_random_trees(examples: int) -> Callable[[Callable[[Tree], None]], Callabl
 
 def compile_tree(tree: Tree, rank: int = 0, grad: bool = True) -> Stages:
     note(f"tree: {tree}")
-    with fake_world(tree.world, rank), torch.set_grad_enabled(grad):
-        return graphs_of(tree.build(), tree.example())
+    backend.configure(schedule=False)  # checked by itself
+    try:
+        with fake_world(tree.world, rank), torch.set_grad_enabled(grad):
+            return graphs_of(tree.build(), tree.example())
+    finally:
+        backend.configure(schedule=True)
 
 
 @on_random_trees(examples=30)
@@ -73,6 +88,7 @@ def test_training(tree: Tree) -> None:
     check_bucket(accumulated, graphs["backward after"], tree.world)
     check_nothing_freed_is_saved(graphs["joint before"], graphs["forward before"])
     check_partition(graphs, tree.world)
+    check_schedule([graphs["forward after"], graphs["backward after"]], tree.world)
 
 
 @on_random_trees(examples=8)
@@ -85,6 +101,7 @@ def test_inference(tree: Tree) -> None:
     assert same_bits(run_on_all_ranks(before, inputs), run_on_all_ranks(after, inputs))
     check_unchanged(regather, after)
     check_unchanged(bucket, after)
+    check_schedule([after], tree.world)
 
 
 @on_random_trees(examples=5)
@@ -158,6 +175,24 @@ def check_bucket(before: Graph, after: Graph, world: int) -> None:
     assert text_of(again) == text_of(after), "the same graph gave another result"
     assert report.after.gather_bytes == report.before.gather_bytes
     assert report.after.reduction_bytes == report.before.reduction_bytes
+
+
+def check_schedule(graphs: list[Graph], world: int) -> None:
+    """The same nodes in another order, and no higher a peak than the budget or what no overlap at all needs."""
+    after = [copy_graph(graph) for graph in graphs]
+    schedule(after, PassContext(PassConfig(memory_budget=0)))
+    least = MemoryProfile.of(after).peak
+    for budget in (least, 2 * least):
+        context = PassContext(PassConfig(memory_budget=budget))
+        schedule(after, context)
+        assert MemoryProfile.of(after).peak <= budget
+        for old, new in zip(graphs, after, strict=True):
+            check_form(new)
+            assert moved(old) == moved(new)
+            assert len(old.nodes) == len(new.nodes)
+            inputs = random_inputs(old, world)
+            assert same_bits(run_on_all_ranks(old, inputs), run_on_all_ranks(new, inputs))
+        assert all(report.changes == 0 for report in schedule(after, context))
 
 
 def check_accumulate(before: Graph, world: int) -> Graph:
