@@ -62,7 +62,7 @@ class Transfer:
         lane: its stream.
         phase: the graph that it is in.
         behind: the collective before it on its lane, if there is one.
-        after: the last compute before its launch, if there is any in its graph.
+        after: the last compute before its launch, if there is any.
         seconds: how long it takes.
         launched: when the compute before its launch was done.
         compute_before: seconds of compute in its graph before its launch.
@@ -206,7 +206,7 @@ class _Streams:
 
     costs: Costs
     now: float = 0.0  # the end of what the compute stream has been given
-    last_compute: Node | None = None  # in this phase
+    last_compute: Node | None = None
     last_on: dict[str, Transfer] = field(default_factory=dict)  # by lane
     transfers: dict[Node, Transfer] = field(default_factory=dict)
     phases: list[Phase] = field(default_factory=list)
@@ -216,7 +216,6 @@ class _Streams:
 
     def run(self, graph: Graph, phase: Phase) -> None:
         self.phases.append(phase)
-        self.last_compute = None
         for node in graph.nodes:
             self.nodes.append(node)
             self.begins.append(self.now)

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from fsdp_compile import fully_shard
 from fsdp_compile.passes import MemoryProfile, PassContext, bucket
+from fsdp_compile.passes.graph_view import outputs_of
 from fsdp_compile.passes.memory import ACTIVATIONS, BUFFERS, CATEGORIES, GRADIENTS, INPUTS, UNSHARDED
 from fsdp_compile.passes.storages import Storages
 from fsdp_compile.passes.torch_compat import RESIZE, c10d, emit
@@ -103,6 +104,14 @@ def test_written_in_place() -> None:
     graph = make.finish(make.double(emit(make.graph, aten.copy_.default, kept, new)))
     assert live(graph) == [2, 2, 3, 3, 3, 3]
     assert MemoryProfile.of([graph]).live == real_live_bytes(graph)
+
+
+def test_results_of_an_operator_that_also_writes_in_place() -> None:
+    make = GraphMaker()
+    node = make.made_up("batch_norm", (4, 3), make.input())
+    rows, mean = node.all_input_nodes[0], make.input(size=(3,))
+    node.target, node.args = aten._native_batch_norm_legit.default, (rows, None, None, mean, mean, True, 0.1, 1e-5)
+    assert live(make.finish(node))[-1] == 1 + 1 / 4 + 1
 
 
 def test_expanded_inputs_are_as_large_as_their_memory() -> None:
@@ -208,6 +217,12 @@ def test_a_pair() -> None:
         *(5, 5, 5, 5),  # with the gradient of the result
         *(6, 5, 6, 5, 4),  # first, view, second, third: each with the one before
     ]
+
+
+def test_what_the_caller_keeps() -> None:
+    forward, backward = pair()
+    kept = {storage.maker for storage in Storages.in_graphs((forward, backward)).kept}
+    assert kept == {*forward.find_nodes(op="placeholder"), outputs_of(forward)[0], *outputs_of(backward)}
 
 
 def test_a_pair_as_real_tensors_have_it() -> None:

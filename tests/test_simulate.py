@@ -71,6 +71,14 @@ def test_behind_another() -> None:
     assert exposed(timeline)[1] == ("all_gather [b]", 2, "lane busy with all_gather [a]")
 
 
+# lane       aaabbb
+# compute    ACC...B
+def test_mostly_behind_another() -> None:
+    timeline = simulated("a A=1 b C=2 /b B=1")
+    assert timeline.seconds == 7
+    assert exposed(timeline)[1] == ("all_gather [b]", 3, "lane busy with all_gather [a]")
+
+
 # lane       aaa  bbb
 # compute    ...AACC.BB
 def test_launched_late() -> None:
@@ -150,6 +158,7 @@ def test_a_bucket_is_waited_for_once() -> None:
     bucket(graph, PassContext())
     (transfer,) = simulate([graph], COSTS).transfers
     assert transfer.exposed == transfer.seconds == 2 * 3
+    assert transfer.waited == 0
     assert transfer.bytes == 2 * BYTES
     assert transfer.tag is not None and transfer.tag.params == ("a", "b")
 
