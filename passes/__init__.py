@@ -23,8 +23,9 @@ are tagged so, whoever traced it. Nothing in here imports the runtime.
 Around the passes: ``context`` (what they are told and report), ``graph_view`` (what they read), ``skeleton`` (prints a
 graph's communication for people), ``torch_compat`` (private torch APIs).
 
-How good their result is: ``simulate`` (when everything happens), ``memory`` (what is live, on ``storages``), ``bounds``
-(what no plan can beat: ``time_bound`` and ``memory_bound``, on ``reach``), ``result`` (all of it side by side).
+How good their result is: ``simulate`` (when everything happens, on ``costs``), ``memory`` (what is live, on
+``storages``), ``bounds`` (what no plan can beat: ``time_bound`` and ``memory_bound``, on ``reach``), ``result`` (all of
+it side by side).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from .accumulate import accumulate
 from .bounds import Bounds, bounds
 from .bucket import bucket
 from .context import Observer, PassConfig, PassContext, Report, Traffic, source_digest
+from .costs import KindsApart
 from .graph_view import gathers_repeat, has_backward, tag_digest
 from .keep_slices import keep_slices
 from .memory import MemoryProfile
@@ -47,6 +49,7 @@ from .skeleton import print_skeleton
 
 __all__ = [
     "Bounds",
+    "KindsApart",
     "MemoryProfile",
     "Observer",
     "PassConfig",

@@ -13,9 +13,10 @@ from functools import partial
 
 from torch.fx import Graph, Node
 
+from .costs import CheapestCosts
 from .graph_view import Tag, gathers, has_backward
 from .memory_bound import memory_bound
-from .time_bound import CheapestCosts, time_bound
+from .time_bound import time_bound
 
 
 @dataclass(frozen=True)

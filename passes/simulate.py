@@ -18,25 +18,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch.fx import Graph, Node
 
+from .costs import COMPUTE, Costs
 from .graph_view import WAIT, Tag, has_backward, kind_of, launch_of, tag_of, whole_bytes
-
-COMPUTE = "compute"
-
-
-class Costs(Protocol):
-    """What a node costs, and where it runs."""
-
-    def seconds(self, node: Node) -> float:
-        """Seconds that the node keeps its stream busy; 0 for views and other nodes that launch nothing."""
-        ...
-
-    def lane(self, node: Node) -> str | None:
-        """``COMPUTE``; for a launch, the stream of its process group (and kind, where these are apart); else None."""
-        ...
 
 
 @dataclass

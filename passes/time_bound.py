@@ -38,30 +38,15 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from torch.fx import Graph, Node
 
+from .costs import COMPUTE, CheapestCosts
 from .graph_view import kind_of, process_group_of, tag_of, whole_bytes
 from .reach import Sets, sums_at_marks, sums_of_marks, ways
-from .simulate import COMPUTE, Costs
 
 Job = tuple[float, float, float]  # head, duration, tail
-
-
-class CheapestCosts(Costs, Protocol):
-    """Costs that also know the best case."""
-
-    def cheapest_seconds(self, kind: str, group: str, bytes: int) -> float:
-        """Seconds to move ``bytes`` in the cheapest way, in one launch; concave in ``bytes``, never above ``seconds``.
-
-        Args:
-            kind: "all_gather", "reduce_scatter" or "all_reduce".
-            group: name of the process group.
-            bytes: of the larger side, as ``graph_view.whole_bytes``: what a gather brings, what a reduction takes.
-        """
-        ...
 
 
 def time_bound(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from fake_world import copy_graph, fake_world, graphs_of
 from graph_maker import GraphMaker
-from plain_costs import PlainCosts, random_costs
+from plain_costs import random_costs
 from random_graphs import random_pair, reorder
 from random_models import Tree
 from schedules import BYTES, COSTS, long_schedule, schedule
@@ -23,6 +23,7 @@ from test_passes_properties import on_random_trees
 from torch.fx import Graph
 
 from fsdp_compile.passes import MemoryProfile, PassContext, accumulate, bounds, bucket, simulate
+from fsdp_compile.passes.costs import CheapestCosts, KindsApart
 from fsdp_compile.passes.memory_bound import memory_bound
 from fsdp_compile.passes.time_bound import Job, earliest_end, time_bound
 from fsdp_compile.passes.torch_compat import RESIZE, emit
@@ -105,7 +106,49 @@ def test_latency_counts_once() -> None:
 def test_lanes() -> None:
     graph = schedule("C=1 -C a /a A=1 -A /-C /-A", "tangents")
     assert time_bound(graph, COSTS) == 3 + 2 + 2
-    assert time_bound(graph, replace(COSTS, apart=True)) == 3 + 1 + 2
+    assert time_bound(graph, KindsApart(COSTS)) == 3 + 1 + 2
+
+
+# lane       aaabbb  CCCC      twice what C computed is reduced
+# compute    ......CC
+def test_communication_before_and_behind() -> None:
+    make = GraphMaker()
+    both = [make.gather(make.input(), param) for param in "ab"]
+    needs_both = make.made_up("C=2", (8, 3), *both)
+    graph = make.finish(*(make.reduce(needs_both, param) for param in "ab"))
+    assert time_bound(graph, COSTS) == 6 + 2 + 4
+
+
+# lane       aaa    AA  BB
+# compute    ...AAAABBBB
+def test_compute_between_communication() -> None:
+    make = GraphMaker()
+    gathered = make.gather(make.input(), "a")
+    made = [make.made_up(f"{name}=4", (8, 3), gathered) for name in "AB"]
+    graph = make.finish(*(make.reduce(each, "a") for each in made))
+    assert time_bound(graph, COSTS) == 3 + 8 + 2
+
+
+# lane               AAAAAA....BBBBBB......      of 20 s each, not drawn to scale
+# compute    AAAAAAAABBBBBBBB
+def test_all_that_a_reduction_needs_comes_before() -> None:
+    """One after the other, although nothing else asks for an order."""
+    make = GraphMaker()
+    made = [make.made_up(f"{name}=4", (4, 3), make.input()) for name in "ABCD"]
+    graph = make.finish(*(make.reduce(make.stack(*pair), "a") for pair in (made[:2], made[2:])))
+    free_stack = replace(COSTS, compute=lambda node: 4 if node in made else 0, rates=(("reduce_scatter", BYTES / 20),))
+    assert time_bound(graph, free_stack) == 8 + 40
+
+
+# lanes      aaa  ooo
+# compute    ...AA...BB
+def test_a_path_over_lanes() -> None:
+    make = GraphMaker()
+    first = make.made_up("A=2", (4, 3), make.gather(make.input(), "a"))
+    of_others = make.gather(first, "o", name="another group")
+    of_others.all_input_nodes[0].meta.pop("custom")
+    graph = make.finish(make.made_up("B=2", (8, 3), of_others))
+    assert time_bound(graph, COSTS) == 3 + 2 + 3 + 2
 
 
 def test_copies_around_collectives_do_not_count() -> None:
@@ -240,7 +283,7 @@ def test_no_plan_beats_them_on_random_trees(tree: Tree) -> None:
 Pair = tuple[Graph, Graph]
 
 
-def check_plans(pair: Pair, costs: PlainCosts, chance: Random, compute_stays: bool) -> None:
+def check_plans(pair: Pair, costs: CheapestCosts, chance: Random, compute_stays: bool) -> None:
     for merge in (False, True):
         forward, backward = (copy_graph(graph) for graph in pair)
         for graph in (forward, backward):
@@ -250,7 +293,7 @@ def check_plans(pair: Pair, costs: PlainCosts, chance: Random, compute_stays: bo
         check_plan(pair, (forward, backward), costs, compute_stays)
 
 
-def check_plan(pair: Pair, plan: Pair, costs: PlainCosts, compute_stays: bool) -> None:
+def check_plan(pair: Pair, plan: Pair, costs: CheapestCosts, compute_stays: bool) -> None:
     timeline, peak = simulate(plan, costs), MemoryProfile.of(plan).peak
     for graphs in (pair, plan):  # a plan's own bounds hold for it too, where copies are what they are
         least = bounds(graphs, costs, compute_stays, costs.seconds if graphs is plan else lambda node: 0.0)

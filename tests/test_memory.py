@@ -86,6 +86,12 @@ def test_reshapes(turned: bool, units: int) -> None:
     assert live(graph)[-1] == units == real_live_bytes(graph)[-1] / UNIT
 
 
+def test_a_view_that_its_schema_hides() -> None:
+    make = GraphMaker()
+    graph = make.finish(emit(make.graph, aten._unsafe_view.default, make.double(make.input()), [12]))
+    assert live(graph) == [1, 2, 2, 2] == [size / UNIT for size in real_live_bytes(graph)]
+
+
 def test_several_results() -> None:
     """Each is its own memory, and all are there until the last is taken out; parts of a split are the whole."""
     make = GraphMaker()
@@ -284,18 +290,35 @@ def test_categories_of_a_backward(world: None) -> None:
 def test_categories_between_two_reductions(world: None) -> None:
     """What a replica group reduces again is a gradient; what is packed for it is not."""
     make = GraphMaker()
-    reduced = [make.reduce(make.input(name=f"tangents_{param}"), param) for param in "ab"]
-    graph = make.finish(*(make.all_reduce(make.double(each), param) for each, param in zip(reduced, "ab", strict=True)))
+    first, second = (make.reduce(make.input(name=f"tangents_{param}"), param) for param in "ab")
+    graph = make.finish(make.all_reduce(first, "a"), make.all_reduce(make.double(second), "b"))
     bucket(graph, PassContext())
-    made = [each for each in MemoryProfile.of([graph]).lifetimes if each.maker.op != "placeholder"]
-    assert [(each.maker.target, each.category) for each in made] == [
+    assert categories_made(graph) == [
         (aten.cat.default, BUFFERS),
         (c10d.reduce_scatter_tensor.default, GRADIENTS),
-        (aten.add.Tensor, GRADIENTS),
         (aten.add.Tensor, GRADIENTS),
         (aten.cat.default, BUFFERS),
         (c10d.all_reduce.default, GRADIENTS),
     ]
+
+
+def test_categories_of_a_reduction_of_what_was_just_reduced(world: None) -> None:
+    make = GraphMaker()
+    graph = make.finish(make.all_reduce(make.reduce(make.input(name="tangents_1"), "a"), "a"))
+    assert [category for _, category in categories_made(graph)] == [GRADIENTS, GRADIENTS]
+
+
+def test_categories_of_gradients_that_nobody_reduces() -> None:
+    """Of what is not sharded, say of the model's input."""
+    make = GraphMaker()
+    between = make.double(make.input(name="tangents_1"))
+    assert [category for _, category in categories_made(make.finish(make.double(between)))] == [ACTIVATIONS, GRADIENTS]
+
+
+def categories_made(graph: Graph) -> list[tuple[object, str]]:
+    """Of what the graph allocates, in order: the operator and the category."""
+    lifetimes = MemoryProfile.of([graph]).lifetimes
+    return [(each.maker.target, each.category) for each in lifetimes if each.maker.op != "placeholder"]
 
 
 # -- beside real tensors ----------------------------------------------------------------------------------------------
