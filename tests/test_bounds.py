@@ -230,6 +230,21 @@ def test_only_what_is_read_counts_of_what_transitions_make() -> None:
     assert MemoryProfile.of([graph]).peak == shard + 5 * 3 * 4 + padding + BYTES
 
 
+def test_two_views_of_a_parameter_are_one() -> None:
+    make = GraphMaker()
+    rows = emit(make.graph, torch.ops.aten.slice.Tensor, make.gather(make.input(), "a"), 0, 0, 5)
+    graph = make.finish(make.made_up("A", (8, 3), rows, emit(make.graph, torch.ops.aten.t.default, rows)), rows)
+    assert memory_bound([graph]) == 4 * 3 * 4 + 5 * 3 * 4 + BYTES
+
+
+def test_parts_of_what_was_reduced_are_several() -> None:
+    make = GraphMaker()
+    reduced = [make.reduce(make.input(name=f"tangents_{param}", size=(8, 3)), param) for param in "ab"]
+    graph = make.finish(*reduced, make.made_up("B", (16, 3), reduced[0]))
+    bucket(graph, PassContext())
+    assert memory_bound([graph]) == (1 / 2 + 1 / 2 + 2) * BYTES
+
+
 def test_of_a_collective_the_larger_side_counts() -> None:
     """Its output may lie in its input, also where it is what the graph returns."""
     make = GraphMaker()
@@ -244,13 +259,11 @@ def test_what_is_freed_counts_only_before() -> None:
     wait = make.gather(make.input(), "a")
     made = make.made_up("A", (8, 3), wait)
     make.graph.call_function(RESIZE, (wait, 0))
-    for name in "BCD":
-        made = make.made_up(name, (8, 3), made, wait)
-    graph = make.finish(made, wait)
-    assert memory_bound([graph]) == (1 / 2 + 1 + 1) * BYTES  # A, also B and C
+    graph = make.finish(make.made_up("B", (2, 3), made, wait), wait)
+    assert memory_bound([graph]) == (1 / 2 + 1 + 1) * BYTES  # at A: the shard, what was gathered, A
     (free,) = graph.find_nodes(op="call_function", target=RESIZE)
     graph.erase_node(free)
-    assert memory_bound([graph]) == (1 / 2 + 1 + 2) * BYTES  # B: all that was gathered is returned
+    assert memory_bound([graph]) == (1 / 2 + 1 + 1 + 1 / 4) * BYTES  # at B, too
 
 
 # -- random plans -----------------------------------------------------------------------------------------------------
