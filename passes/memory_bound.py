@@ -28,6 +28,7 @@ from torch.fx import Graph, Node
 from .graph_view import REDUCE, data_bytes, is_launch, outputs_of, resized_to, tag_of
 from .reach import sums_of_marks, ways
 from .storages import Storage, Storages
+from .torch_compat import is_alias
 
 INPUTS = ("placeholder", "get_attr")
 
@@ -90,7 +91,7 @@ class _Needs:
     def _own(self, node: Node) -> int:
         """Bytes that the node reads and makes and that do not count for other reasons."""
         tag = tag_of(node)
-        if node.op != "call_function" or (tag is not None and not is_launch(node)):
+        if node.op != "call_function" or is_alias(node) or (tag is not None and not is_launch(node)):
             return 0
         read = self._shown(node.all_input_nodes)
         taken = sum(size for storage, size in read.items() if self._counts(storage, node))

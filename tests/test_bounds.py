@@ -230,6 +230,14 @@ def test_only_what_is_read_counts_of_what_transitions_make() -> None:
     assert MemoryProfile.of([graph]).peak == shard + 5 * 3 * 4 + padding + BYTES
 
 
+def test_copies_that_transitions_make_do_not_count() -> None:
+    make = GraphMaker()
+    decoded = make.cast(make.gather(make.input(), "a"), torch.float64, "a")
+    row = emit(make.graph, torch.ops.aten.slice.Tensor, decoded, 0, 0, 1)
+    graph = make.finish(make.made_up("A", (1, 3), row))
+    assert memory_bound([graph]) == (1 / 2 + 1) * BYTES  # the gather
+
+
 def test_two_views_of_a_parameter_are_one() -> None:
     make = GraphMaker()
     rows = emit(make.graph, torch.ops.aten.slice.Tensor, make.gather(make.input(), "a"), 0, 0, 5)
@@ -264,6 +272,16 @@ def test_what_is_freed_counts_only_before() -> None:
     (free,) = graph.find_nodes(op="call_function", target=RESIZE)
     graph.erase_node(free)
     assert memory_bound([graph]) == (1 / 2 + 1 + 1 + 1 / 4) * BYTES  # at B, too
+
+
+def test_what_is_away_for_a_while_does_not_count() -> None:
+    make = GraphMaker()
+    away, other = make.input(size=(8, 3)), make.input(size=(8, 3))
+    make.graph.call_function(RESIZE, (away, 0))
+    small = make.made_up("B", (1, 3), make.made_up("A", (16, 3), other))
+    make.graph.call_function(RESIZE, (away, BYTES))
+    graph = make.finish(small)
+    assert memory_bound([graph]) == (1 + 2 + 1 / 8) * BYTES == MemoryProfile.of([graph]).peak
 
 
 # -- random plans -----------------------------------------------------------------------------------------------------
