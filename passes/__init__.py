@@ -25,8 +25,9 @@ are tagged so, whoever traced it. Nothing in here imports the runtime.
 Around the passes: ``context`` (what they are told and report), ``graph_view`` (what they read), ``skeleton`` (prints a
 graph's communication for people), ``torch_compat`` (private torch APIs).
 
-How good their result is: ``simulate`` (when everything happens), ``memory`` (what is live, on ``storages``), ``bounds``
-(what no plan can beat: ``time_bound`` and ``memory_bound``, on ``reach``), ``result`` (all of it side by side).
+How good their result is: ``simulate`` (when everything happens, on ``costs``), ``memory`` (what is live, on
+``storages``), ``bounds`` (what no plan can beat: ``time_bound`` and ``memory_bound``, on ``reach``), ``result`` (all of
+it side by side).
 
 How long a graph takes: ``hardware`` (what a machine can do) with ``alpha_beta`` (collectives) and ``profile_files``;
 ``work`` (what each node has to do) with ``data_flow`` and ``fusion``; ``cost_model`` puts the two together.
@@ -43,6 +44,7 @@ from .bounds import Bounds, bounds
 from .bucket import bucket
 from .context import Observer, PassConfig, PassContext, Report, Traffic, source_digest
 from .cost_model import CostModel, Placement, world_symbol
+from .costs import KindsApart
 from .graph_view import REDUCE, UNSHARD, gathers_repeat, has_backward, tag_digest
 from .hardware import HardwareProfile, Network, profile
 from .keep_slices import keep_slices
@@ -58,6 +60,7 @@ __all__ = [
     "REDUCE",
     "UNSHARD",
     "Bounds",
+    "KindsApart",
     "MemoryProfile",
     "CostModel",
     "HardwareProfile",

@@ -7,14 +7,16 @@ collectives that are merged already count as one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch.fx import Graph, Node
 
+from .costs import CheapestCosts
 from .graph_view import Tag, gathers, has_backward
 from .memory_bound import memory_bound
-from .time_bound import CheapestCosts, time_bound
+from .time_bound import time_bound
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,12 @@ class Bounds:
         return self.time_forward + self.time_backward
 
 
-def bounds(graphs: Sequence[Graph], costs: CheapestCosts, in_order: bool = False) -> Bounds:
+def bounds(
+    graphs: Sequence[Graph],
+    costs: CheapestCosts,
+    in_order: bool = False,
+    least_copy: Callable[[Node], float] = lambda node: 0.0,
+) -> Bounds:
     """The bounds of a forward and its backward, or of one graph.
 
     A graph starts when the one before it has ended, so their times add up.
@@ -47,16 +54,17 @@ def bounds(graphs: Sequence[Graph], costs: CheapestCosts, in_order: bool = False
         graphs: in the order in which they run.
         costs: of their nodes.
         in_order: times are for plans that keep the order of compute; larger.
+        least_copy: seconds that no plan can save of a copy around a collective.
 
     Raises:
         ValueError: the backward does not belong to the forward.
     """
+    least = partial(time_bound, costs=costs, in_order=in_order, least_copy=least_copy)
     forward = [graph for graph in graphs if not has_backward(graph)]
     backward = [graph for graph in graphs if has_backward(graph)]
     gathered = {param for graph in forward for gather in gathers(graph) for param in _parameters(gather.tag)}
-    time_forward = sum(time_bound(graph, costs, (), in_order) for graph in forward)
-    time_backward = sum(time_bound(graph, costs, (), in_order) for graph in backward)
-    time_less = sum(time_bound(graph, costs, _again(graph, gathered), in_order) for graph in backward)
+    time_forward, time_backward = sum(map(least, forward)), sum(map(least, backward))
+    time_less = sum(least(graph, without=_again(graph, gathered)) for graph in backward)
     return Bounds(time_forward, time_backward, time_forward + time_less, memory_bound(graphs))
 
 

@@ -170,7 +170,7 @@ def _category(node: Node, storage: Storage, storages: Storages, prepared: bool, 
         return BUFFERS
     if tag is not None and tag.phase in (UNSHARD, RESHARD):
         return UNSHARDED
-    return GRADIENTS if gradient or (tag is not None and tag.phase == REDUCE) else ACTIVATIONS
+    return GRADIENTS if gradient else ACTIVATIONS
 
 
 def _prepared(graph: Graph) -> set[Node]:
@@ -185,7 +185,7 @@ def _prepared(graph: Graph) -> set[Node]:
 
 
 def _gradients(graphs: Sequence[Graph], storages: Storages) -> set[Storage]:
-    """What reductions take, and what a backward returns."""
+    """What reductions take and bring, and what a backward returns."""
     found: set[Storage] = set()
     for graph in graphs:
         for node in graph.nodes:

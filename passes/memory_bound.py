@@ -18,16 +18,17 @@ activations saved up to there; a plan that hides communication holds the next mo
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.fx import Graph, Node
 
-from .graph_view import data_bytes, is_launch, outputs_of, resized_to, tag_of
+from .graph_view import REDUCE, data_bytes, is_launch, outputs_of, resized_to, tag_of
 from .reach import sums_of_marks, ways
 from .storages import Storage, Storages
+from .torch_compat import is_alias
 
 INPUTS = ("placeholder", "get_attr")
 
@@ -66,11 +67,11 @@ class _Needs:
         self, graph: Graph, storages: Storages, existing: dict[Storage, None], resized: dict[Storage, Node]
     ) -> None:
         self._graph, self._storages, self._resized = graph, storages, resized
-        constant = [storage for storage in existing if storage not in resized]
+        found = [storage for storage in existing if storage not in resized]
         read = {storage for node in graph.nodes for storage in storages.read_by(node)}
-        self._kept = {s: s.bytes for s in constant if s in storages.kept}
-        self._saved = {s: s.bytes for s in constant if s in read and s not in storages.kept}
-        results = self._data_of(outputs_of(graph))
+        inputs, results = self._shown(graph.find_nodes(op="placeholder")), self._shown(outputs_of(graph))
+        self._kept = {s: s.bytes for s in found if s in storages.kept}
+        self._saved = {s: inputs[s] for s in found if s in read and s in inputs and s not in storages.kept}
         self._results = {s: size for s, size in results.items() if s not in existing and s not in resized}
 
     def most(self) -> int:
@@ -90,9 +91,9 @@ class _Needs:
     def _own(self, node: Node) -> int:
         """Bytes that the node reads and makes and that do not count for other reasons."""
         tag = tag_of(node)
-        if node.op != "call_function" or (tag is not None and not is_launch(node)):
+        if node.op != "call_function" or is_alias(node) or (tag is not None and not is_launch(node)):
             return 0
-        read = self._data_of(node.all_input_nodes)
+        read = self._shown(node.all_input_nodes)
         taken = sum(size for storage, size in read.items() if self._counts(storage, node))
         made = [storage for storage in self._storages.of[node] if storage.maker is node]
         given = sum(storage.bytes for storage in made if self._counts(storage, node))
@@ -107,14 +108,21 @@ class _Needs:
         change = self._resized.get(storage)
         return change is None or (change.graph is node.graph and node < change)
 
-    def _data_of(self, nodes: Iterable[Node]) -> dict[Storage, int]:
-        """The storages of ``nodes`` with their bytes; of what transitions made, only what ``nodes`` show of it."""
-        shown: Counter[Storage] = Counter()
+    def _shown(self, nodes: Iterable[Node]) -> dict[Storage, int]:
+        """The storages of ``nodes``, and the bytes in them that every plan has."""
+        shown: defaultdict[Storage, list[int]] = defaultdict(list)
         for node in dict.fromkeys(nodes):
             for storage in self._storages.of[node]:
-                whole = tag_of(storage.maker) is None
-                shown[storage] += storage.bytes if whole else data_bytes(node.meta["val"])
-        return {storage: min(size, storage.bytes) for storage, size in shown.items()}
+                shown[storage].append(data_bytes(node.meta["val"]))
+        return {storage: _least_bytes(storage, sizes) for storage, sizes in shown.items()}
+
+
+def _least_bytes(storage: Storage, shown: list[int]) -> int:
+    """Of what transitions made, only what is shown: parts of gradients side by side, views of a parameter as one."""
+    tag = tag_of(storage.maker)
+    if tag is None:
+        return storage.bytes
+    return min(storage.bytes, sum(shown) if tag.phase == REDUCE else max(shown))
 
 
 def _marks(storages: Iterable[Storage]) -> dict[Storage, int]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch.fx import Graph
 
 from .bounds import Bounds, bounds
+from .costs import CheapestCosts
 from .memory import MemoryProfile
 from .simulate import Timeline, simulate
-from .time_bound import CheapestCosts
 
 MOST_EXPOSED = 5  # collectives that are listed
 

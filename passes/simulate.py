@@ -18,25 +18,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch.fx import Graph, Node
 
+from .costs import COMPUTE, Costs
 from .graph_view import WAIT, Tag, has_backward, kind_of, launch_of, tag_of, whole_bytes
-
-COMPUTE = "compute"
-
-
-class Costs(Protocol):
-    """What a node costs, and where it runs."""
-
-    def seconds(self, node: Node) -> float:
-        """Seconds that the node keeps its stream busy; 0 for views and other nodes that launch nothing."""
-        ...
-
-    def lane(self, node: Node) -> str | None:
-        """``COMPUTE``; for a launch, the stream of its process group (and kind, where these are apart); else None."""
-        ...
 
 
 @dataclass
@@ -62,7 +48,7 @@ class Transfer:
         lane: its stream.
         phase: the graph that it is in.
         behind: the collective before it on its lane, if there is one.
-        after: the last compute before its launch, if there is any in its graph.
+        after: the last compute before its launch, if there is any.
         seconds: how long it takes.
         launched: when the compute before its launch was done.
         compute_before: seconds of compute in its graph before its launch.
@@ -206,7 +192,7 @@ class _Streams:
 
     costs: Costs
     now: float = 0.0  # the end of what the compute stream has been given
-    last_compute: Node | None = None  # in this phase
+    last_compute: Node | None = None
     last_on: dict[str, Transfer] = field(default_factory=dict)  # by lane
     transfers: dict[Node, Transfer] = field(default_factory=dict)
     phases: list[Phase] = field(default_factory=list)
@@ -216,7 +202,6 @@ class _Streams:
 
     def run(self, graph: Graph, phase: Phase) -> None:
         self.phases.append(phase)
-        self.last_compute = None
         for node in graph.nodes:
             self.nodes.append(node)
             self.begins.append(self.now)

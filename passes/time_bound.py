@@ -1,8 +1,9 @@
 """How long a graph takes at least, in whatever order and in whatever buckets.
 
 Holds for every plan that runs the graph's compute in any order that dependences allow, and its tagged collectives in
-any order and merged in any way, each bucket no sooner than all of its members could start. Copies around collectives
-(tagged nodes) count nothing, as a pass may fuse them away. What is merged already is taken for one collective.
+any order and merged in any way, each bucket no sooner than all of its members could start. Compute costs the same in
+all of them; copies around collectives (tagged nodes) count nothing unless it is said what cannot be saved of them, as a
+pass may fuse them. What is merged already is taken for one collective.
 
 Let K(b) be the cheapest time to move b bytes by one kind of collective on one process group: concave, as one launch of
 all is the cheapest. Whatever the buckets, to move a set of collectives keeps their lane busy for at least the sum over
@@ -35,35 +36,26 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from torch.fx import Graph, Node
 
+from .costs import COMPUTE, CheapestCosts
 from .graph_view import kind_of, process_group_of, tag_of, whole_bytes
 from .reach import Sets, sums_at_marks, sums_of_marks, ways
-from .simulate import COMPUTE, Costs
 
 Job = tuple[float, float, float]  # head, duration, tail
 
 
-class CheapestCosts(Costs, Protocol):
-    """Costs that also know the best case."""
-
-    def cheapest_seconds(self, kind: str, group: str, bytes: int) -> float:
-        """Seconds to move ``bytes`` in the cheapest way, in one launch; concave in ``bytes``, never above ``seconds``.
-
-        Args:
-            kind: "all_gather", "reduce_scatter" or "all_reduce".
-            group: name of the process group.
-            bytes: of the larger side, as ``graph_view.whole_bytes``: what a gather brings, what a reduction takes.
-        """
-        ...
-
-
-def time_bound(graph: Graph, costs: CheapestCosts, without: Collection[Node] = (), in_order: bool = False) -> float:
+def time_bound(
+    graph: Graph,
+    costs: CheapestCosts,
+    without: Collection[Node] = (),
+    in_order: bool = False,
+    least_copy: Callable[[Node], float] = lambda node: 0.0,
+) -> float:
     """Seconds that ``graph`` takes at least.
 
     Args:
@@ -71,13 +63,15 @@ def time_bound(graph: Graph, costs: CheapestCosts, without: Collection[Node] = (
         costs: of its nodes.
         without: launches that a plan may do without.
         in_order: compute keeps its order, as our passes have it; the bound is larger and holds only for such plans.
+        least_copy: seconds that no plan can save of a copy around a collective; say, of a cast, to read and to write.
     """
     lanes = {node: costs.lane(node) for node in graph.nodes if node not in without}
     launches = _Launches({node: lane for node, lane in lanes.items() if lane is not None and lane != COMPUTE}, costs)
-    compute = {node: costs.seconds(node) for node, lane in lanes.items() if lane == COMPUTE and tag_of(node) is None}
-    lengths = compute | launches.shares
-    down, up = ways(graph, in_order=compute if in_order else ())
+    kernels = [node for node, lane in lanes.items() if lane == COMPUTE]
+    compute = {node: costs.seconds(node) if tag_of(node) is None else least_copy(node) for node in kernels}
+    down, up = ways(graph, [node for node in kernels if tag_of(node) is None] if in_order else ())
     before, behind = down.passed(launches.marks), up.passed(launches.marks)
+    lengths = compute | launches.shares
     heads = down.longest(lengths, launches.least(before, behind, compute))
     tails = up.longest(lengths, launches.least(behind, before, compute))
     streams: defaultdict[str | None, list[Job]] = defaultdict(list)

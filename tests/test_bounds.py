@@ -15,7 +15,7 @@ import pytest
 import torch
 from fake_world import copy_graph, fake_world, graphs_of
 from graph_maker import GraphMaker
-from plain_costs import PlainCosts, random_costs
+from plain_costs import random_costs
 from random_graphs import random_pair, reorder
 from random_models import Tree
 from schedules import BYTES, COSTS, long_schedule, schedule
@@ -23,6 +23,7 @@ from test_passes_properties import on_random_trees
 from torch.fx import Graph
 
 from fsdp_compile.passes import MemoryProfile, PassContext, accumulate, bounds, bucket, simulate
+from fsdp_compile.passes.costs import CheapestCosts, KindsApart
 from fsdp_compile.passes.memory_bound import memory_bound
 from fsdp_compile.passes.time_bound import Job, earliest_end, time_bound
 from fsdp_compile.passes.torch_compat import RESIZE, emit
@@ -105,16 +106,59 @@ def test_latency_counts_once() -> None:
 def test_lanes() -> None:
     graph = schedule("C=1 -C a /a A=1 -A /-C /-A", "tangents")
     assert time_bound(graph, COSTS) == 3 + 2 + 2
-    assert time_bound(graph, replace(COSTS, apart=True)) == 3 + 1 + 2
+    assert time_bound(graph, KindsApart(COSTS)) == 3 + 1 + 2
+
+
+# lane       aaabbb  CCCC      twice what C computed is reduced
+# compute    ......CC
+def test_communication_before_and_behind() -> None:
+    make = GraphMaker()
+    both = [make.gather(make.input(), param) for param in "ab"]
+    needs_both = make.made_up("C=2", (8, 3), *both)
+    graph = make.finish(*(make.reduce(needs_both, param) for param in "ab"))
+    assert time_bound(graph, COSTS) == 6 + 2 + 4
+
+
+# lane       aaa    AA  BB
+# compute    ...AAAABBBB
+def test_compute_between_communication() -> None:
+    make = GraphMaker()
+    gathered = make.gather(make.input(), "a")
+    made = [make.made_up(f"{name}=4", (8, 3), gathered) for name in "AB"]
+    graph = make.finish(*(make.reduce(each, "a") for each in made))
+    assert time_bound(graph, COSTS) == 3 + 8 + 2
+
+
+# lane               AAAAAA....BBBBBB......      of 20 s each, not drawn to scale
+# compute    AAAAAAAABBBBBBBB
+def test_all_that_a_reduction_needs_comes_before() -> None:
+    """One after the other, although nothing else asks for an order."""
+    make = GraphMaker()
+    made = [make.made_up(f"{name}=4", (4, 3), make.input()) for name in "ABCD"]
+    graph = make.finish(*(make.reduce(make.stack(*pair), "a") for pair in (made[:2], made[2:])))
+    free_stack = replace(COSTS, compute=lambda node: 4 if node in made else 0, rates=(("reduce_scatter", BYTES / 20),))
+    assert time_bound(graph, free_stack) == 8 + 40
+
+
+# lanes      aaa  ooo
+# compute    ...AA...BB
+def test_a_path_over_lanes() -> None:
+    make = GraphMaker()
+    first = make.made_up("A=2", (4, 3), make.gather(make.input(), "a"))
+    of_others = make.gather(first, "o", name="another group")
+    of_others.all_input_nodes[0].meta.pop("custom")
+    graph = make.finish(make.made_up("B=2", (8, 3), of_others))
+    assert time_bound(graph, COSTS) == 3 + 2 + 3 + 2
 
 
 def test_copies_around_collectives_do_not_count() -> None:
-    """A pass may do without them."""
+    """A pass may do without them, but for what it is told."""
     make = GraphMaker()
     cast = make.cast(make.input(torch.float64), torch.float32, "a")
     graph = make.finish(make.made_up("A=2", (8, 3), make.gather(cast, "a")))
     costs = replace(COSTS, compute=lambda node: 5 if node is cast else 2)
     assert time_bound(graph, costs) == 3 + 2
+    assert time_bound(graph, costs, least_copy=lambda node: 4) == 4 + 3 + 2
     assert simulate([graph], costs).seconds == 5 + 3 + 2
 
 
@@ -186,6 +230,29 @@ def test_only_what_is_read_counts_of_what_transitions_make() -> None:
     assert MemoryProfile.of([graph]).peak == shard + 5 * 3 * 4 + padding + BYTES
 
 
+def test_copies_that_transitions_make_do_not_count() -> None:
+    make = GraphMaker()
+    decoded = make.cast(make.gather(make.input(), "a"), torch.float64, "a")
+    row = emit(make.graph, torch.ops.aten.slice.Tensor, decoded, 0, 0, 1)
+    graph = make.finish(make.made_up("A", (1, 3), row))
+    assert memory_bound([graph]) == (1 / 2 + 1) * BYTES  # the gather
+
+
+def test_two_views_of_a_parameter_are_one() -> None:
+    make = GraphMaker()
+    rows = emit(make.graph, torch.ops.aten.slice.Tensor, make.gather(make.input(), "a"), 0, 0, 5)
+    graph = make.finish(make.made_up("A", (8, 3), rows, emit(make.graph, torch.ops.aten.t.default, rows)), rows)
+    assert memory_bound([graph]) == 4 * 3 * 4 + 5 * 3 * 4 + BYTES
+
+
+def test_parts_of_what_was_reduced_are_several() -> None:
+    make = GraphMaker()
+    reduced = [make.reduce(make.input(name=f"tangents_{param}", size=(8, 3)), param) for param in "ab"]
+    graph = make.finish(*reduced, make.made_up("B", (16, 3), reduced[0]))
+    bucket(graph, PassContext())
+    assert memory_bound([graph]) == (1 / 2 + 1 / 2 + 2) * BYTES
+
+
 def test_of_a_collective_the_larger_side_counts() -> None:
     """Its output may lie in its input, also where it is what the graph returns."""
     make = GraphMaker()
@@ -200,13 +267,21 @@ def test_what_is_freed_counts_only_before() -> None:
     wait = make.gather(make.input(), "a")
     made = make.made_up("A", (8, 3), wait)
     make.graph.call_function(RESIZE, (wait, 0))
-    for name in "BCD":
-        made = make.made_up(name, (8, 3), made, wait)
-    graph = make.finish(made, wait)
-    assert memory_bound([graph]) == (1 / 2 + 1 + 1) * BYTES  # A, also B and C
+    graph = make.finish(make.made_up("B", (2, 3), made, wait), wait)
+    assert memory_bound([graph]) == (1 / 2 + 1 + 1) * BYTES  # at A: the shard, what was gathered, A
     (free,) = graph.find_nodes(op="call_function", target=RESIZE)
     graph.erase_node(free)
-    assert memory_bound([graph]) == (1 / 2 + 1 + 2) * BYTES  # B: all that was gathered is returned
+    assert memory_bound([graph]) == (1 / 2 + 1 + 1 + 1 / 4) * BYTES  # at B, too
+
+
+def test_what_is_away_for_a_while_does_not_count() -> None:
+    make = GraphMaker()
+    away, other = make.input(size=(8, 3)), make.input(size=(8, 3))
+    make.graph.call_function(RESIZE, (away, 0))
+    small = make.made_up("B", (1, 3), make.made_up("A", (16, 3), other))
+    make.graph.call_function(RESIZE, (away, BYTES))
+    graph = make.finish(small)
+    assert memory_bound([graph]) == (1 + 2 + 1 / 8) * BYTES == MemoryProfile.of([graph]).peak
 
 
 # -- random plans -----------------------------------------------------------------------------------------------------
@@ -239,7 +314,7 @@ def test_no_plan_beats_them_on_random_trees(tree: Tree) -> None:
 Pair = tuple[Graph, Graph]
 
 
-def check_plans(pair: Pair, costs: PlainCosts, chance: Random, compute_stays: bool) -> None:
+def check_plans(pair: Pair, costs: CheapestCosts, chance: Random, compute_stays: bool) -> None:
     for merge in (False, True):
         forward, backward = (copy_graph(graph) for graph in pair)
         for graph in (forward, backward):
@@ -249,10 +324,10 @@ def check_plans(pair: Pair, costs: PlainCosts, chance: Random, compute_stays: bo
         check_plan(pair, (forward, backward), costs, compute_stays)
 
 
-def check_plan(pair: Pair, plan: Pair, costs: PlainCosts, compute_stays: bool) -> None:
+def check_plan(pair: Pair, plan: Pair, costs: CheapestCosts, compute_stays: bool) -> None:
     timeline, peak = simulate(plan, costs), MemoryProfile.of(plan).peak
-    for graphs in (pair, plan):  # a plan's own bounds hold for it too
-        least = bounds(graphs, costs, in_order=compute_stays)
+    for graphs in (pair, plan):  # a plan's own bounds hold for it too, where copies are what they are
+        least = bounds(graphs, costs, compute_stays, costs.seconds if graphs is plan else lambda node: 0.0)
         forward, backward = timeline.phases
         assert forward.seconds * LONGEST >= least.time_forward
         assert backward.seconds * LONGEST >= least.time_backward

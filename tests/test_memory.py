@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from fsdp_compile import fully_shard
 from fsdp_compile.passes import MemoryProfile, PassContext, bucket
+from fsdp_compile.passes.graph_view import outputs_of
 from fsdp_compile.passes.memory import ACTIVATIONS, BUFFERS, CATEGORIES, GRADIENTS, INPUTS, UNSHARDED
 from fsdp_compile.passes.storages import Storages
 from fsdp_compile.passes.torch_compat import RESIZE, c10d, emit
@@ -85,6 +86,12 @@ def test_reshapes(turned: bool, units: int) -> None:
     assert live(graph)[-1] == units == real_live_bytes(graph)[-1] / UNIT
 
 
+def test_a_view_that_its_schema_hides() -> None:
+    make = GraphMaker()
+    graph = make.finish(emit(make.graph, aten._unsafe_view.default, make.double(make.input()), [12]))
+    assert live(graph) == [1, 2, 2, 2] == [size / UNIT for size in real_live_bytes(graph)]
+
+
 def test_several_results() -> None:
     """Each is its own memory, and all are there until the last is taken out; parts of a split are the whole."""
     make = GraphMaker()
@@ -103,6 +110,14 @@ def test_written_in_place() -> None:
     graph = make.finish(make.double(emit(make.graph, aten.copy_.default, kept, new)))
     assert live(graph) == [2, 2, 3, 3, 3, 3]
     assert MemoryProfile.of([graph]).live == real_live_bytes(graph)
+
+
+def test_results_of_an_operator_that_also_writes_in_place() -> None:
+    make = GraphMaker()
+    node = make.made_up("batch_norm", (4, 3), make.input())
+    rows, mean = node.all_input_nodes[0], make.input(size=(3,))
+    node.target, node.args = aten._native_batch_norm_legit.default, (rows, None, None, mean, mean, True, 0.1, 1e-5)
+    assert live(make.finish(node))[-1] == 1 + 1 / 4 + 1
 
 
 def test_expanded_inputs_are_as_large_as_their_memory() -> None:
@@ -210,6 +225,12 @@ def test_a_pair() -> None:
     ]
 
 
+def test_what_the_caller_keeps() -> None:
+    forward, backward = pair()
+    kept = {storage.maker for storage in Storages.in_graphs((forward, backward)).kept}
+    assert kept == {*forward.find_nodes(op="placeholder"), outputs_of(forward)[0], *outputs_of(backward)}
+
+
 def test_a_pair_as_real_tensors_have_it() -> None:
     graphs = pair()
     assert MemoryProfile.of(graphs).live == real_live_bytes(*graphs)
@@ -269,18 +290,35 @@ def test_categories_of_a_backward(world: None) -> None:
 def test_categories_between_two_reductions(world: None) -> None:
     """What a replica group reduces again is a gradient; what is packed for it is not."""
     make = GraphMaker()
-    reduced = [make.reduce(make.input(name=f"tangents_{param}"), param) for param in "ab"]
-    graph = make.finish(*(make.all_reduce(make.double(each), param) for each, param in zip(reduced, "ab", strict=True)))
+    first, second = (make.reduce(make.input(name=f"tangents_{param}"), param) for param in "ab")
+    graph = make.finish(make.all_reduce(first, "a"), make.all_reduce(make.double(second), "b"))
     bucket(graph, PassContext())
-    made = [each for each in MemoryProfile.of([graph]).lifetimes if each.maker.op != "placeholder"]
-    assert [(each.maker.target, each.category) for each in made] == [
+    assert categories_made(graph) == [
         (aten.cat.default, BUFFERS),
         (c10d.reduce_scatter_tensor.default, GRADIENTS),
-        (aten.add.Tensor, GRADIENTS),
         (aten.add.Tensor, GRADIENTS),
         (aten.cat.default, BUFFERS),
         (c10d.all_reduce.default, GRADIENTS),
     ]
+
+
+def test_categories_of_a_reduction_of_what_was_just_reduced(world: None) -> None:
+    make = GraphMaker()
+    graph = make.finish(make.all_reduce(make.reduce(make.input(name="tangents_1"), "a"), "a"))
+    assert [category for _, category in categories_made(graph)] == [GRADIENTS, GRADIENTS]
+
+
+def test_categories_of_gradients_that_nobody_reduces() -> None:
+    """Of what is not sharded, say of the model's input."""
+    make = GraphMaker()
+    between = make.double(make.input(name="tangents_1"))
+    assert [category for _, category in categories_made(make.finish(make.double(between)))] == [ACTIVATIONS, GRADIENTS]
+
+
+def categories_made(graph: Graph) -> list[tuple[object, str]]:
+    """Of what the graph allocates, in order: the operator and the category."""
+    lifetimes = MemoryProfile.of([graph]).lifetimes
+    return [(each.maker.target, each.category) for each in lifetimes if each.maker.op != "placeholder"]
 
 
 # -- beside real tensors ----------------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ from schedules import BYTES, COSTS, schedule
 from snapshots import assert_snapshot
 
 from fsdp_compile.passes import PassContext, Timeline, bounds, bucket, evaluate, simulate
+from fsdp_compile.passes.costs import COMPUTE, Costs, KindsApart
 from fsdp_compile.passes.graph_view import WAIT
-from fsdp_compile.passes.simulate import COMPUTE
 
-APART = replace(COSTS, apart=True)
+APART = KindsApart(COSTS)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -32,7 +32,7 @@ def world() -> Iterator[None]:
         yield
 
 
-def simulated(*texts: str, costs: PlainCosts = COSTS, group: str = "0") -> Timeline:
+def simulated(*texts: str, costs: Costs = COSTS, group: str = "0") -> Timeline:
     names = ("batch", "tangents")
     return simulate([schedule(text, name, group) for text, name in zip(texts, names, strict=False)], costs)
 
@@ -69,6 +69,14 @@ def test_behind_another() -> None:
     timeline = simulated("a b /a A=1 /b B=2")
     assert timeline.seconds == 8
     assert exposed(timeline)[1] == ("all_gather [b]", 2, "lane busy with all_gather [a]")
+
+
+# lane       aaabbb
+# compute    ACC...B
+def test_mostly_behind_another() -> None:
+    timeline = simulated("a A=1 b C=2 /b B=1")
+    assert timeline.seconds == 7
+    assert exposed(timeline)[1] == ("all_gather [b]", 3, "lane busy with all_gather [a]")
 
 
 # lane       aaa  bbb
@@ -116,7 +124,7 @@ def test_backward() -> None:
 # reductions      CC   AA
 # compute       CC...AA..
 @pytest.mark.parametrize(("costs", "group"), [(APART, "0"), (COSTS, "1")], ids=["lanes by kind", "two process groups"])
-def test_two_lanes(costs: PlainCosts, group: str) -> None:
+def test_two_lanes(costs: Costs, group: str) -> None:
     timeline = simulated("C=2 -C a /a A=2 -A /-C /-A", costs=costs, group=group)
     assert timeline.seconds == 9
     assert sorted(timeline.lane_seconds.values()) == [3, 4]
@@ -150,6 +158,7 @@ def test_a_bucket_is_waited_for_once() -> None:
     bucket(graph, PassContext())
     (transfer,) = simulate([graph], COSTS).transfers
     assert transfer.exposed == transfer.seconds == 2 * 3
+    assert transfer.waited == 0
     assert transfer.bytes == 2 * BYTES
     assert transfer.tag is not None and transfer.tag.params == ("a", "b")
 
@@ -241,8 +250,10 @@ def test_an_earlier_launch_never_hurts(seed: int) -> None:
     """If the order of launches stays: streams are first in, first out."""
     chance = Random(seed)
     graph, _ = random_pair(seed, modules=6)
-    costs = random_costs(seed, chance)
-    costs = replace(costs, compute=lambda node: 10 * drawn(seed, node) * ("compute" in node.name))  # casts move too
+    costs = PlainCosts(
+        lambda node: 10 * drawn(seed, node) * ("compute" in node.name),  # casts move with the launches that need them
+        rates=(("all_gather", chance.choice([10, 100, 1000])),),
+    )
     before = simulate([graph], costs)
     (first, *_) = graph.find_nodes(op="call_function", target=aten.cat.default)
     for transfer in before.transfers:
