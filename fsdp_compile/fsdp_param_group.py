@@ -205,7 +205,7 @@ class FSDPParamGroup:
             param.register(param.sharded_param)
 
     def hide_unsharded(self) -> None:
-        """The same where modules hold unsharded ones, be they a graph's or ours, and not what a user put there."""
+        """Like ``show_sharded`` where modules hold unsharded ones, a graph's or ours; what a user put there stays."""
         if self.traced.is_open:
             self.traced.forget()
             self.show_sharded()
