@@ -28,9 +28,7 @@ class Gather(Protocol):
         """Afterwards all outputs of the parameters hold data."""
 
 
-def launch_all_gather(
-    params: Sequence[FSDPParam], mesh_info: FSDPMeshInfo, lanes: Lanes, comm: AllGather
-) -> Gather:
+def launch_all_gather(params: Sequence[FSDPParam], mesh_info: FSDPMeshInfo, lanes: Lanes, comm: AllGather) -> Gather:
     """Start one all-gather, by ``comm``, for all ``params`` over the shard ranks of ``mesh_info``."""
     if mesh_info.shard_mesh_size == 1:
         return _NoGather(params)

@@ -15,6 +15,7 @@ Any other backend does not run the passes. The state machine then emits no free,
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -69,7 +70,6 @@ def partition(
     passes.run_parts(forward.graph, backward.graph, _context)
     for part in (forward, backward):
         _note_tags(part)
-        part.recompile()
     return forward, backward
 
 
@@ -161,15 +161,28 @@ def _setting(backend: Any, name: str) -> Any:
 # -- registered backends ----------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Have Python's garbage collector rest: graphs are millions of objects, which it would visit again and again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def fsdp_eager(module: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
     """Backend ``"fsdp_eager"``: our passes on AOTAutograd's graphs, which then run without code generation."""
-    return torch_compat.aot_autograd(
-        module,
-        inputs,
-        compiler=lambda graph, _: torch_compat.boxed(graph),
-        inference_compiler=_infer,
-        partitioner=lambda *args, **kwargs: partition(torch_compat.min_cut_partition, *args, **kwargs),
-    )
+    with collector_paused():
+        return torch_compat.aot_autograd(
+            module,
+            inputs,
+            compiler=lambda graph, _: torch_compat.boxed(graph),
+            inference_compiler=_infer,
+            partitioner=lambda *args, **kwargs: partition(torch_compat.min_cut_partition, *args, **kwargs),
+        )
 
 
 def _infer(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -181,7 +194,8 @@ def fsdp(module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[
     """Backend ``"fsdp"``: Inductor with our passes; takes Inductor's ``options`` and ``mode``."""
     backend = torch_compat.inductor_backend(**kwargs)
     install_into(backend)
-    return backend(module, inputs)
+    with collector_paused():
+        return backend(module, inputs)
 
 
 torch_compat.register_backend("fsdp_eager", fsdp_eager)

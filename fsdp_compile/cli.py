@@ -86,8 +86,11 @@ def _add_parity(commands: Any) -> None:
     )
     parser.set_defaults(check=check_parity, run=run_parity)
     add = parser.add_argument
-    add("factory", metavar="MODULE:FACTORY", help="module name or .py file, and a callable in it; try "
-        "fsdp_compile.parity:debug_llama")
+    add(
+        "factory",
+        metavar="MODULE:FACTORY",
+        help="module name or .py file, and a callable in it; try fsdp_compile.parity:debug_llama",
+    )
     add("--steps", type=at_least(1), default=5, help="optimizer steps (default: %(default)s)")
     add("--backend", default="fsdp_eager", help="of torch.compile (default: %(default)s)")
     add("--nproc", type=at_least(1), default=2, help="ranks to start; torchrun decides itself (default: %(default)s)")

@@ -1,10 +1,10 @@
 """Says how each sharded module's last forward ran: in a compiled graph, or eagerly and why.
 
-    >>> print(fsdp_compile.explain(model))
-    module    ran
-    (root)    in several graphs: a graph break inside its forward
-    blocks.0  in a graph
-    blocks.1  eagerly: set_all_reduce_hook has no traced form
+>>> print(fsdp_compile.explain(model))
+module    ran
+(root)    in several graphs: a graph break inside its forward
+blocks.0  in a graph
+blocks.1  eagerly: set_all_reduce_hook has no traced form
 """
 
 from __future__ import annotations

@@ -97,9 +97,7 @@ class FSDPModule:
             group.reduction.force_sum = enable
             group.traced.update()
 
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether parameters without a gradient are reduced as zeros, for when ranks use different parameters."""
         for group in self._groups(recurse):
             group.reduce_scatter_unused_params = reduce_scatter_unused_params
@@ -125,9 +123,7 @@ class FSDPModule:
         for group in self._groups(recurse):
             group.set_separate_reduce_scatter_group(enable, made)
 
-    def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
-    ) -> None:
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call ``hook`` with this module's flat reduced gradients, before they are divided and handed out.
 
         Args:

@@ -92,9 +92,7 @@ class FSDPParamGroup:
     def has_replicas(self) -> bool:
         return self.mesh_info.replicate_mesh_dim is not None
 
-    def set_separate_reduce_scatter_group(
-        self, enable: bool, made: dict[tuple[int, ...], dist.ProcessGroup]
-    ) -> None:
+    def set_separate_reduce_scatter_group(self, enable: bool, made: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
         """Reduce in a group apart from the all-gathers'; one for each set of ranks, which ``made`` remembers."""
         shared = self.mesh_info.shard_process_group
         if shared is None:

@@ -432,4 +432,3 @@ class FSDPState:
         context.forward_order.forget()
         context.prediction.forget()
         context.callback_queued = False
-

@@ -124,9 +124,7 @@ def _interrupt_ignored() -> Iterator[None]:
 # -- in a rank --------------------------------------------------------------------------------------------------------
 
 
-def _rank_main(
-    target: Callable[..., None], rank: int, world: int, args: tuple[Any, ...], report: Connection
-) -> None:
+def _rank_main(target: Callable[..., None], rank: int, world: int, args: tuple[Any, ...], report: Connection) -> None:
     os.setpgid(0, 0)  # compiler processes that this rank starts are in its group and end with it
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # that group may still write to the terminal
     threading.Thread(target=_end_with_parent, daemon=True).start()

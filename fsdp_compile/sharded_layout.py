@@ -128,9 +128,7 @@ class ShardedLayout:
             raise RuntimeError(f"expected the gradient of a DTensor parameter to be a DTensor, got {type(grad)}")
         wanted = tuple(
             found if dim in self.data_parallel_dims else placement
-            for dim, (placement, found) in enumerate(
-                zip(self.unsharded_spec.placements, grad.placements, strict=True)
-            )
+            for dim, (placement, found) in enumerate(zip(self.unsharded_spec.placements, grad.placements, strict=True))
         )
         if wanted != grad.placements:
             grad = grad.redistribute(placements=wanted)

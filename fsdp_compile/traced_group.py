@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from .fsdp_param_group import FSDPParamGroup
 
 
+Bools = tuple[bool, ...]
+
+
 class Settings(NamedTuple):
     """What graphs depend on beside tensors.
 
@@ -41,6 +44,7 @@ class Settings(NamedTuple):
         names: for each module that holds a parameter, under which name, and which of the group's it is.
         extends: which have an all-gather extension.
         distributed: which are a ``DTensor`` when unsharded.
+        owned: where among the tensors of the unsharded parameters each has memory that may be freed after use.
         slices: whether fewer ranks keep a slice after forward.
         shown: whether the modules hold the sharded parameters, and not unsharded ones or others.
         trains: which require grad.
@@ -50,6 +54,7 @@ class Settings(NamedTuple):
     names: tuple[tuple[str, int], ...]
     extends: tuple[bool, ...]
     distributed: tuple[bool, ...]
+    owned: tuple[tuple[int, ...], ...]
     slices: bool
     shown: bool
     trains: tuple[bool, ...]
@@ -65,7 +70,7 @@ class Written(NamedTuple):
         special: all parameters, if graphs need more of some.
     """
 
-    fixed: tuple[str, tuple[tuple[str, int], ...], tuple[bool, ...], tuple[bool, ...], bool]
+    fixed: tuple[str, tuple[tuple[str, int], ...], Bools, Bools, tuple[tuple[int, ...], ...], bool]
     inputs: list[torch.Tensor]
     owners: list[nn.Module]
     sharded_params: list[nn.Parameter]
@@ -85,7 +90,8 @@ class TracedGroup:
         self.why_untraced = ""
         self.is_open = False
         self._token = ""  # of the graph that made them
-        self._owned: list[list[torch.Tensor]] = []  # of each parameter, what may be freed after use
+        self._made: list[torch.Tensor] = []  # the unsharded parameters, and all else that may be freed after use
+        self._owned: tuple[tuple[int, ...], ...] = ()  # where each parameter has what may be freed
         self._hidden: list[Any] = []  # what the modules held before
         self._known: dict[Hashable, Written] = {}
         self.renew()
@@ -114,8 +120,9 @@ class TracedGroup:
         extends = tuple(param.has_extension for param in params)
         distributed = tuple(param.layout.unsharded_spec is not None for param in params)
         names = tuple((name, index) for _, name, index in owners)
+        owned = traced_ops.memory_to_free(recipes, inputs.tensors)
         return Written(
-            (write_recipes(recipes), names, extends, distributed, fewer is not None),
+            (write_recipes(recipes), names, extends, distributed, owned, fewer is not None),
             inputs.tensors,
             [module for module, _, _ in owners],
             [param.sharded_param for param in params],
@@ -150,14 +157,14 @@ class TracedGroup:
                 self._unshard(tuple(self.settings()), self.tags(0))
 
     def _unshard(self, settings: tuple[Any, ...], tags: list[str]) -> None:
-        recipes, names, extends, distributed, _, shown, trains = settings
+        recipes, names, extends, distributed, owned, _, shown, trains = settings
         if any(extends):
-            made = [self._unshard_one(index, settings, tags) for index in range(len(tags))]
+            full = self._unshard_one_by_one(settings, tags)
         else:
-            made = traced_ops.unshard(recipes, tags, self._inputs, tuple(range(len(tags))), trains)
-        full, self._owned = [each[0] for each in made], [each[1:] for each in made]
+            self._owned = owned
+            full = self._made = traced_ops.unshard(recipes, tags, self._inputs, tuple(range(len(tags))), trains)
         if any(distributed):
-            full = [self._special[index].traced.as_distributed(tensor) for index, tensor in enumerate(full)]
+            full = [self._special[index].traced.as_distributed(full[index]) for index in range(len(tags))]
         # What comes from a module's dict and goes back there is no change for Dynamo, and it need not look at it.
         owners = list(zip(self._owners, names, strict=True))
         if shown:
@@ -167,11 +174,26 @@ class TracedGroup:
         for module, (name, index) in owners:
             module._parameters[name] = full[index]  # type: ignore[assignment]
 
-    def _unshard_one(self, index: int, settings: tuple[Any, ...], tags: list[str]) -> list[torch.Tensor]:
-        """Like ``traced_ops.unshard`` of one parameter; what the user's tensor class does, Dynamo traces."""
-        recipes, _, extends, _, _, _, trains = settings
+    def _unshard_one_by_one(self, settings: tuple[Any, ...], tags: list[str]) -> list[torch.Tensor]:
+        full: list[torch.Tensor] = []
+        made: list[torch.Tensor] = []
+        owned: list[tuple[int, ...]] = []
+        for index in range(len(tags)):
+            first, own = self._unshard_one(index, settings, tags)
+            full.append(first)
+            owned.append(tuple(range(len(made), len(made) + len(own))))
+            made.extend(own)
+        self._made, self._owned = made, tuple(owned)
+        return full
+
+    def _unshard_one(
+        self, index: int, settings: tuple[Any, ...], tags: list[str]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The unsharded parameter and the memory to free; what the user's tensor class does, Dynamo traces."""
+        recipes, _, extends, _, owned, _, _, trains = settings
         if not extends[index]:
-            return traced_ops.unshard(recipes, tags, self._inputs, (index,), trains)[0]
+            made = traced_ops.unshard(recipes, tags, self._inputs, (index,), trains)
+            return made[0], made[-1:] if owned[index] else []
         param, tag = self._special[index], tags[index]
         shard = param.traced.data.detach()
         with tagged(tag, "unshard"):
@@ -183,7 +205,7 @@ class TracedGroup:
             full = without_padding(made, param.layout)
         if trains[index]:
             full = traced_ops.with_reduction(recipes, index, tag, self._inputs, full)
-        return [full, *outputs, *inner]
+        return full, [*outputs, *inner]
 
     def reshard(self, free: bool, to_fewer: bool) -> bool:
         """Give the sharded parameters back to the modules; whether a graph break has come in between.
@@ -197,17 +219,17 @@ class TracedGroup:
         """
         if not self.is_open:
             return False
-        owned, hidden = self._owned, self._hidden
-        self._owned, self._hidden, self.is_open = [], [], False
+        made, hidden = self._made, self._hidden
+        self._made, self._hidden, self.is_open = [], [], False
         if not torch.compiler.is_compiling():
             self._group.show_sharded()
         else:
-            recipes, names, _, _, slices, _, _ = own_settings()
+            recipes, names, _, _, _, slices, _, _ = own_settings()
             for module, (name, _), before in zip(self._owners, names, hidden, strict=True):
                 module._parameters[name] = before
             if self._token == trace_token():
                 if free and frees_are_restored():
-                    self._free(recipes, owned, slices and to_fewer)
+                    self._free(recipes, made, slices and to_fewer)
                 return False
         warn_once(
             f"fsdp_compile: a graph break inside {self._group.label} splits its forward over several graphs; "
@@ -215,11 +237,11 @@ class TracedGroup:
         )
         return True
 
-    def _free(self, recipes: str, owned: list[list[torch.Tensor]], keep_slices: bool) -> None:
+    def _free(self, recipes: str, made: list[torch.Tensor], keep_slices: bool) -> None:
         tags = own_tags()
         if keep_slices:
-            traced_ops.keep_slices(recipes, tags, self._inputs, owned)
-        traced_ops.free(tags, owned)
+            traced_ops.keep_slices(recipes, tags, self._inputs, made, self._owned)
+        traced_ops.free(tags, made, self._owned)
 
 
 class _Inputs:

@@ -16,6 +16,7 @@ the recipes say what each is, and the tags what the nodes of each parameter carr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,31 +38,47 @@ Tensors = Sequence[torch.Tensor]
 @torch_compat.one_node
 def unshard(
     recipes: str, tags: Sequence[str], inputs: Tensors, which: Sequence[int], trains: Sequence[bool]
-) -> list[list[torch.Tensor]]:
+) -> list[torch.Tensor]:
     """All-gather the parameters ``which`` of a group; ``trains`` says of each of the group whether it requires grad.
 
     Returns:
-        For each its unsharded data, then the memory that may be freed after use, if the unsharded data has its own.
+        The unsharded data of each, and then, of those that are padded, the data with padding. A flat list without
+        aliases of the same data, because each tensor that a node returns costs Dynamo time.
     """
     read = read_recipes(recipes)
-    return [_unshard(read[index], tags[index], inputs, trains[index]) for index in which]
+    padded = [_all_gather(read[index], tags[index], inputs[read[index].data]) for index in which]
+    return [_unshard(read[i], tags[i], inputs, trains[i], data) for i, data in zip(which, padded, strict=True)] + [
+        data for index, data in zip(which, padded, strict=True) if read[index].padding
+    ]
 
 
-def _unshard(recipe: Recipe, tag: str, inputs: Tensors, trains: bool) -> list[torch.Tensor]:
-    made = _all_gather(recipe, tag, inputs[recipe.data])
-    return [_with_reduction(recipe, tag, inputs, made[0]), *made[1:]] if trains else made
+def memory_to_free(recipes: Sequence[Recipe], inputs: Tensors) -> tuple[tuple[int, ...], ...]:
+    """For each parameter where among what ``unshard`` of all returns there is memory that may be freed after use."""
+    padded = itertools.count(len(recipes))
+    places = [next(padded) if recipe.padding else index for index, recipe in enumerate(recipes)]
+    return tuple((i,) if _makes_memory(r, inputs[r.data]) else () for i, r in zip(places, recipes, strict=True))
 
 
-def _all_gather(recipe: Recipe, tag: str, data: torch.Tensor) -> list[torch.Tensor]:
-    """Like ``unshard`` of one parameter, which does not require grad."""
+def _makes_memory(recipe: Recipe, data: torch.Tensor) -> bool:
+    return recipe.gather_group is not None or (data.device, data.dtype) != (recipe.device, recipe.compute_dtype)
+
+
+def _unshard(recipe: Recipe, tag: str, inputs: Tensors, trains: bool, padded: torch.Tensor) -> torch.Tensor:
+    full = padded
+    if recipe.padding:
+        with tagged(tag, "unshard"), torch_compat.below_autograd():
+            full = padded[: recipe.rows]
+    return _with_reduction(recipe, tag, inputs, full) if trains else full
+
+
+def _all_gather(recipe: Recipe, tag: str, data: torch.Tensor) -> torch.Tensor:
+    """The unsharded data with padding, which does not require grad."""
     with tagged(tag, "unshard"), torch_compat.below_autograd():
         source = data.to(device=recipe.device, dtype=recipe.compute_dtype)
         if recipe.gather_group is None:
-            return [data.detach()] if source is data else [source, source]
+            return source if _makes_memory(recipe, data) else data.detach()
         full = _gather(source, recipe.world, recipe.gather_group)
-        if recipe.shard_dim:
-            full = torch.cat(full.chunk(recipe.world), dim=recipe.shard_dim)
-        return [full[: recipe.rows] if recipe.padding else full, full]
+        return torch.cat(full.chunk(recipe.world), dim=recipe.shard_dim) if recipe.shard_dim else full
 
 
 @torch_compat.one_node
@@ -154,23 +171,25 @@ def _rows(recipe: Recipe, grad: torch.Tensor) -> torch.Tensor:
 
 
 @torch_compat.one_node
-def free(tags: Sequence[str], tensors: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Record that ``tensors`` hold no data from here on."""
-    for tag, some in zip(tags, tensors, strict=True):
-        with tagged(tag, "reshard"):
-            for tensor in some:
-                torch_compat.record_free(tensor)
+def free(tags: Sequence[str], made: Tensors, owned: Sequence[Sequence[int]]) -> None:
+    """Record that the memory of those of ``made`` that each parameter has ``owned`` holds no data from here on."""
+    for tag, some in zip(tags, owned, strict=True):
+        with tagged(tag, "reshard"), torch_compat.below_autograd():
+            for index in some:
+                torch_compat.record_free(made[index])
 
 
 @torch_compat.one_node
-def keep_slices(recipes: str, tags: Sequence[str], inputs: Tensors, full: Sequence[Tensors]) -> None:
-    """Take a slice of each of ``full`` for the gather of the backward, among fewer ranks.
+def keep_slices(
+    recipes: str, tags: Sequence[str], inputs: Tensors, made: Tensors, owned: Sequence[Sequence[int]]
+) -> None:
+    """Take a slice of what each parameter has ``owned`` of ``made`` for the gather of the backward, among fewer ranks.
 
     It is chosen by a tensor and not by a number, which would be another constant on each rank. Nothing in the graph
     reads it yet: a pass does, by the tag. Until then the wait keeps it from being taken for dead.
     """
-    for recipe, tag, (tensor,) in zip(read_recipes(recipes), tags, full, strict=True):
+    for recipe, tag, (index,) in zip(read_recipes(recipes), tags, owned, strict=True):
         assert recipe.slice is not None and recipe.slice_index is not None
-        rows = tensor.detach().reshape(recipe.slice[0], -1)
+        rows = made[index].detach().reshape(recipe.slice[0], -1)
         with tagged(tag, "reshard", slice=list(recipe.slice)), torch_compat.below_autograd():
             c10d.wait_tensor(rows.index_select(0, inputs[recipe.slice_index]))

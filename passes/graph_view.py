@@ -121,9 +121,7 @@ class Collective:
         """Of a gather: each parameter that it brings, in order of the outputs."""
         return [
             GatheredParam(Tag(self.tag.group, self.tag.name, (name,), (index,), self.tag.phase), source, wait)
-            for name, index, source, wait in zip(
-                self.tag.params, self.tag.index, self.inputs, self.waits, strict=True
-            )
+            for name, index, source, wait in zip(self.tag.params, self.tag.index, self.inputs, self.waits, strict=True)
         ]
 
 

@@ -47,7 +47,11 @@ class Convolutions(nn.Sequential):
 
     def __init__(self):
         super().__init__(
-            nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 5, 2, padding=1), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(),
+            nn.Unflatten(1, (3, 2, 2)),
+            nn.Conv2d(3, 5, 2, padding=1),
+            nn.BatchNorm2d(5),
+            nn.ReLU(),
+            nn.Flatten(),
             nn.Linear(45, 3),
         )
 

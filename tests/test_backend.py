@@ -86,7 +86,7 @@ WITHOUT_PASSES: dict[str, dict[str, Any]] = {
 
 def freed_by(graph: Graph) -> int:
     """How many tensors a graph of Dynamo's frees."""
-    return sum(len(some) for node in graph.nodes if node.target is traced_ops.free for some in node.args[1])
+    return sum(len(some) for node in graph.nodes if node.target is traced_ops.free for some in node.args[2])
 
 
 def frees_given_to(monkeypatch: pytest.MonkeyPatch, model: nn.Module, **compile_arguments: Any) -> int:

@@ -40,8 +40,9 @@ class OddTied(TiedNet):
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "groups": lambda params: torch.optim.AdamW([{"params": (found := list(params))[:3], "lr": 0.1},
-                                                {"params": found[3:], "weight_decay": 0.5}], lr=1e-2),
+    "groups": lambda params: torch.optim.AdamW(
+        [{"params": (found := list(params))[:3], "lr": 0.1}, {"params": found[3:], "weight_decay": 0.5}], lr=1e-2
+    ),
 }
 
 
@@ -176,8 +177,14 @@ def _forms(choices, kind):
     for model, optimizer in (ours, theirs):
         train(model, optimizer, range(2))
         options = StateDictOptions(**{key: value for key, value in choices.items() if key != "broadcast_from_rank0"})
-        states.append(copies({"model": get_model_state_dict(model, options=options),
-                              "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}))
+        states.append(
+            copies(
+                {
+                    "model": get_model_state_dict(model, options=options),
+                    "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+                }
+            )
+        )
     assert_equal_state(*map(flat, states))
     is_full = bool(choices.get("full_state_dict"))
     of_rank0 = is_full and (dist.get_rank() > 0) and bool(choices.get("cpu_offload"))

@@ -138,8 +138,6 @@ def test_bad_reshard_after_forward() -> None:
         assert_refused_unchanged(model, ValueError, match, reshard_after_forward=value)
 
 
-
-
 def test_copying_is_refused() -> None:
     from copy import deepcopy
 

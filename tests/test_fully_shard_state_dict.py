@@ -35,7 +35,11 @@ def assert_like_torch(mine, theirs):
         other = theirs[name]
         assert isinstance(value, DTensor)
         assert (value.placements, value.shape, value.stride(), value.dtype, value.device_mesh.shape) == (
-            other.placements, other.shape, other.stride(), other.dtype, other.device_mesh.shape
+            other.placements,
+            other.shape,
+            other.stride(),
+            other.dtype,
+            other.device_mesh.shape,
         )
         assert torch.equal(value.to_local(), other.to_local())
 
@@ -58,8 +62,10 @@ def _like_torch(cls, mode):
     for options in (StateDictOptions(), StateDictOptions(full_state_dict=True)):
         mine, other = (get_model_state_dict(model, options=options) for model in (ours, theirs))
         assert list(mine) == list(other)
-        assert_same([[getattr(value, "full_tensor", value.clone)() for value in state.values()] for state in (mine,)],
-                    [[getattr(value, "full_tensor", value.clone)() for value in state.values()] for state in (other,)])
+        assert_same(
+            [[getattr(value, "full_tensor", value.clone)() for value in state.values()] for state in (mine,)],
+            [[getattr(value, "full_tensor", value.clone)() for value in state.values()] for state in (other,)],
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)

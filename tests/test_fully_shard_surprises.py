@@ -183,9 +183,17 @@ def no_grad_with_kept_parameters() -> None:
 @pytest.mark.parametrize(
     "surprise",
     [
-        step_elsewhere_on_one_rank, optimizers_in_backward, writes_that_no_version_shows, exception_without_reset,
-        replace_parameters, handle_of_a_gather, methods_of_an_instance, complex_parameters, hook_on_absent,
-        strict_modules, no_grad_with_kept_parameters,
+        step_elsewhere_on_one_rank,
+        optimizers_in_backward,
+        writes_that_no_version_shows,
+        exception_without_reset,
+        replace_parameters,
+        handle_of_a_gather,
+        methods_of_an_instance,
+        complex_parameters,
+        hook_on_absent,
+        strict_modules,
+        no_grad_with_kept_parameters,
     ],
 )
 def test_surprise(ranks2, surprise: Any) -> None:

@@ -143,14 +143,32 @@ def unshards_by_hand(model, optimizer):
 
 def others(model, optimizer):
     """One step of each other kind; apart only if this fails, as counting takes longer than the steps."""
-    for way in (keeps_gradients, never_last, twice_through_one_graph, gradient_of_the_input, fails_in_backward,
-                writes_checkpoints, converts, replaces_weights, unshards_by_hand):
+    for way in (
+        keeps_gradients,
+        never_last,
+        twice_through_one_graph,
+        gradient_of_the_input,
+        fails_in_backward,
+        writes_checkpoints,
+        converts,
+        replaces_weights,
+        unshards_by_hand,
+    ):
         way(model, optimizer)
     model.set_is_last_backward(True)
 
 
-WAYS = {trains: 200, forward_without_backward: 200, evaluates: 200, accumulates: 200, only_forwards: 200, others: 60,
-        accumulates_and_never_syncs: 40, checkpoints_activations: 40, fails_and_is_reset: 40}
+WAYS = {
+    trains: 200,
+    forward_without_backward: 200,
+    evaluates: 200,
+    accumulates: 200,
+    only_forwards: 200,
+    others: 60,
+    accumulates_and_never_syncs: 40,
+    checkpoints_activations: 40,
+    fails_and_is_reset: 40,
+}
 
 
 # -- counting ---------------------------------------------------------------------------------------------------------

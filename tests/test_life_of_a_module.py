@@ -182,9 +182,20 @@ def hooks_of_the_user(model):
     yield step_of(model, sgd(model), 0)
 
 
-SCENARIOS = [evaluates, forwards_without_backward, one_backward_of_three_forwards, backwards_in_order_and_not,
-             output_is_an_input, second_backward, gradient_of_chosen_inputs, parts_are_called, all_frozen, autocasts,
-             weights_in_the_loss, hooks_of_the_user]
+SCENARIOS = [
+    evaluates,
+    forwards_without_backward,
+    one_backward_of_three_forwards,
+    backwards_in_order_and_not,
+    output_is_an_input,
+    second_backward,
+    gradient_of_chosen_inputs,
+    parts_are_called,
+    all_frozen,
+    autocasts,
+    weights_in_the_loss,
+    hooks_of_the_user,
+]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

@@ -107,8 +107,15 @@ def many_buffers(model):
 
 
 SETTINGS = [
-    forward_prefetch, backward_prefetch, both, all_at_once, embedding_not_in_backward, keep_after_forward,
-    free_the_root, keep_two, many_buffers,
+    forward_prefetch,
+    backward_prefetch,
+    both,
+    all_at_once,
+    embedding_not_in_backward,
+    keep_after_forward,
+    free_the_root,
+    keep_two,
+    many_buffers,
 ]
 FAULTY = [
     embedding_prefetched_not_in_backward,
@@ -129,9 +136,19 @@ def _settings(setting):
 
 
 FORWARD = ["gather root", "gather embedding", *(f"gather block {i}" for i in range(4))]
-BACKWARD = ["gather block 3", "gather block 2", "reduce-scatter block 3", "gather block 1", "reduce-scatter block 2",
-            "gather block 0", "reduce-scatter block 1", "gather embedding", "reduce-scatter block 0",
-            "reduce-scatter embedding", "reduce-scatter root"]
+BACKWARD = [
+    "gather block 3",
+    "gather block 2",
+    "reduce-scatter block 3",
+    "gather block 1",
+    "reduce-scatter block 2",
+    "gather block 0",
+    "reduce-scatter block 1",
+    "gather embedding",
+    "reduce-scatter block 0",
+    "reduce-scatter embedding",
+    "reduce-scatter root",
+]
 
 
 def test_order(ranks2):
@@ -219,8 +236,14 @@ def settings_by_step(model, step, data):
     return on_tokens(model, step, data)
 
 
-BY_HAND = {"handles": handles(True), "handles not waited for": handles(False), "at once": at_once, "between": between,
-           "for nothing": for_nothing, "settings": settings_by_step}
+BY_HAND = {
+    "handles": handles(True),
+    "handles not waited for": handles(False),
+    "at once": at_once,
+    "between": between,
+    "for nothing": for_nothing,
+    "settings": settings_by_step,
+}
 
 
 @pytest.mark.parametrize("name", BY_HAND)

@@ -157,8 +157,13 @@ def frozen(*names):
     return make
 
 
-FROZEN = {"one": "blocks.0.up.weight", "group": "blocks.0", "inner group": "blocks.1", "outer layers": ("inp", "head"),
-          "biases": ("inp.bias", "blocks.0.up.bias", "blocks.1.down.bias")}
+FROZEN = {
+    "one": "blocks.0.up.weight",
+    "group": "blocks.0",
+    "inner group": "blocks.1",
+    "outer layers": ("inp", "head"),
+    "biases": ("inp.bias", "blocks.0.up.bias", "blocks.1.down.bias"),
+}
 
 
 @pytest.mark.parametrize("unused_too", [False, True])

@@ -31,8 +31,11 @@ def compare(backend, **kwargs):
     return report.bitwise_equal, report.graphs, report.graph_breaks, report.recompiles, str(report)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"policy": BF16}, {"tied": True}, {"reshard_after_forward": False},
-                                    {"reshard_after_forward": True}], ids=str)
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"policy": BF16}, {"tied": True}, {"reshard_after_forward": False}, {"reshard_after_forward": True}],
+    ids=str,
+)
 def test_bitwise_and_one_graph(ranks2, kwargs):
     for equal, graphs, breaks, recompiles, report in ranks2.run(_compare_eager, kwargs):
         assert equal, report

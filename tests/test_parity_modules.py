@@ -186,8 +186,21 @@ class DetachedNet(Net):
         return self.head(self.blocks[1](x + y))
 
 
-KINDS = [TupleNet, DictNet, RecordNet, PairNet, ViewNet, KeywordNet, InPlaceNet, TwiceNet, SkippingNet, FrozenNet,
-         NestedNet, BuffersNet, DetachedNet]
+KINDS = [
+    TupleNet,
+    DictNet,
+    RecordNet,
+    PairNet,
+    ViewNet,
+    KeywordNet,
+    InPlaceNet,
+    TwiceNet,
+    SkippingNet,
+    FrozenNet,
+    NestedNet,
+    BuffersNet,
+    DetachedNet,
+]
 
 # torch refuses inputs that are changed in place, fails on output views that are, and sums the gradients of one tensor
 # that is passed twice in another order. All others are bit for bit what torch computes.

@@ -9,8 +9,12 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_compile
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 
-MODELS = {"rows of 3": lambda: Net(out=3), "one row": lambda: Net(out=1), "odd width": lambda: Net(dim=13),
-          "tied": TiedNet}
+MODELS = {
+    "rows of 3": lambda: Net(out=3),
+    "one row": lambda: Net(out=1),
+    "odd width": lambda: Net(dim=13),
+    "tied": TiedNet,
+}
 
 
 def compiled(model, backend="fsdp_eager"):
@@ -48,9 +52,16 @@ def _all_agree(name, reshard_after_forward):
     assert_close_to_one_process(model, build(name), dim=dim)
 
 
-@pytest.mark.parametrize("dtypes", [{"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-                                    {"param_dtype": torch.bfloat16}, {"reduce_dtype": torch.bfloat16},
-                                    {"param_dtype": torch.float16}], ids=str)
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+        {"param_dtype": torch.bfloat16},
+        {"reduce_dtype": torch.bfloat16},
+        {"param_dtype": torch.float16},
+    ],
+    ids=str,
+)
 def test_mixed_precision(ranks4, dtypes):
     ranks4.run(_mixed_precision, dtypes)
 
@@ -76,6 +87,13 @@ def _fewer_ranks():
 
 
 def test_public_names():
-    shared = {"fully_shard", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy",
-              "UnshardHandle", "register_fsdp_forward_method"}
+    shared = {
+        "fully_shard",
+        "FSDPModule",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "CPUOffloadPolicy",
+        "UnshardHandle",
+        "register_fsdp_forward_method",
+    }
     assert shared <= set(fsdp_compile.__all__) & set(dir(torch_fsdp))

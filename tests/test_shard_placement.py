@@ -90,9 +90,13 @@ class Experts(nn.Module):
 
 def mesh_infos(library: Any) -> tuple[Any, Any]:
     """Constructors of placements and meshes, ours or torch's."""
-    return (ShardPlacementResult, FSDPMeshInfo) if library is fsdp_compile else (
-        torch_common.ShardPlacementResult,
-        torch_common.FSDPMeshInfo,
+    return (
+        (ShardPlacementResult, FSDPMeshInfo)
+        if library is fsdp_compile
+        else (
+            torch_common.ShardPlacementResult,
+            torch_common.FSDPMeshInfo,
+        )
     )
 
 

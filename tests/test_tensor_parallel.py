@@ -74,9 +74,7 @@ def test_with_a_pipeline_dimension(ranks4) -> None:
 
 def train_replicated() -> None:
     mesh = mesh_of(replica=2, dp=1, tp=2)
-    side_by_side(
-        lambda: tensor_parallel(mesh["tp"]), iterate=on_parts_of(mesh, "replica"), mesh=mesh["replica", "dp"]
-    )
+    side_by_side(lambda: tensor_parallel(mesh["tp"]), iterate=on_parts_of(mesh, "replica"), mesh=mesh["replica", "dp"])
 
 
 def test_hybrid_sharding_and_tensor_parallel(ranks4) -> None:
@@ -132,8 +130,11 @@ def train_partial_gradients(micro_batches: int) -> None:
         return losses
 
     side_by_side(
-        lambda: PartialGradient(mesh["tp"]), apply=lambda m, fully_shard, **kw: fully_shard(m, **kw),
-        iterate=iterate, mesh=mesh["dp"], mp_policy=MIXED if micro_batches > 1 else {},
+        lambda: PartialGradient(mesh["tp"]),
+        apply=lambda m, fully_shard, **kw: fully_shard(m, **kw),
+        iterate=iterate,
+        mesh=mesh["dp"],
+        mp_policy=MIXED if micro_batches > 1 else {},
     )
 
 
@@ -202,9 +203,7 @@ def train_replicate_only() -> None:
     """Plain parameters on a mesh of data parallelism only, each rank with all of them."""
     mesh = mesh_of(dp=4)
     torch.manual_seed(0)
-    model = shard_with_dims(
-        Net(), fully_shard, DataParallelMeshDims(replicate="dp"), mesh=mesh
-    )
+    model = shard_with_dims(Net(), fully_shard, DataParallelMeshDims(replicate="dp"), mesh=mesh)
     assert all(param.to_local().shape == param.shape for param in model.parameters())
     assert_close(train(model), one_process())
 

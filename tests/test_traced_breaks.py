@@ -123,8 +123,10 @@ def where(case):
 SPLIT, WHOLE, EAGERLY = "in several graphs", "in a graph", "eagerly"
 CASES = [
     (InRoot, {"": SPLIT, "blocks.0": WHOLE, "blocks.1": WHOLE}),
-    *((case, {"": SPLIT, "blocks.0": SPLIT, "blocks.1": WHOLE})
-      for case in (InBlock, InFunction, Prints, DataDependent, InHook, UnshardThenReshard)),
+    *(
+        (case, {"": SPLIT, "blocks.0": SPLIT, "blocks.1": WHOLE})
+        for case in (InBlock, InFunction, Prints, DataDependent, InHook, UnshardThenReshard)
+    ),
     (UnshardThenReshardThenCall, {"": SPLIT, "blocks.0": WHOLE, "blocks.1": WHOLE}),
 ]
 
@@ -152,10 +154,15 @@ def disable_forward(model):
     model.blocks[0].forward = torch.compiler.disable(model.blocks[0].forward)
 
 
-@pytest.mark.parametrize("case, change, first", [(SmallBlock, disable_block, EAGERLY),
-                                                 (SmallBlock, disable_forward, SPLIT),
-                                                 (DisabledForward, lambda model: None, SPLIT)],
-                         ids=["block", "forward of a block", "forward of a class"])
+@pytest.mark.parametrize(
+    "case, change, first",
+    [
+        (SmallBlock, disable_block, EAGERLY),
+        (SmallBlock, disable_forward, SPLIT),
+        (DisabledForward, lambda model: None, SPLIT),
+    ],
+    ids=["block", "forward of a block", "forward of a class"],
+)
 def test_disabled(ranks2, case, change, first):
     ranks2.run(_disabled, case, change.__name__, first)
 
@@ -187,7 +194,10 @@ def _before():
     traced.steps(0)
     assert set(ran(traced.model).values()) == {WHOLE} and not explain(traced.model).eager
     assert [line.split()[0] for line in str(explain(traced.model)).splitlines()] == [
-        "module", "(root)", "blocks.0", "blocks.1"
+        "module",
+        "(root)",
+        "blocks.0",
+        "blocks.1",
     ]
     with pytest.raises(ValueError, match="Linear"):
         explain(nn.Linear(2, 2))

@@ -257,8 +257,19 @@ class PartTwice(SmallNet):
         return super().forward(self.inp(x).relu())
 
 
-@pytest.mark.parametrize("cls, reshard", [(InARow, True), (Apart, True), (Apart, False), (ThereAndBack, True),
-                                          (FourTimes, True), (TwoNames, True), (TwoNames, False), (PartTwice, True)])
+@pytest.mark.parametrize(
+    "cls, reshard",
+    [
+        (InARow, True),
+        (Apart, True),
+        (Apart, False),
+        (ThereAndBack, True),
+        (FourTimes, True),
+        (TwoNames, True),
+        (TwoNames, False),
+        (PartTwice, True),
+    ],
+)
 def test_modules_run_several_times(ranks2, cls, reshard):
     ranks2.run(_several_times, cls, reshard)
 
@@ -374,8 +385,10 @@ def frozen(training, x):
     training.model.requires_grad_(True)
 
 
-@pytest.mark.parametrize("evaluate, reshard", [(no_grad, True), (no_grad, False), (inference_mode, True),
-                                               (inference_mode, False), (frozen, True)])
+@pytest.mark.parametrize(
+    "evaluate, reshard",
+    [(no_grad, True), (no_grad, False), (inference_mode, True), (inference_mode, False), (frozen, True)],
+)
 def test_a_graph_without_backward_gathers_once(ranks2, evaluate, reshard):
     ranks2.run(_without_backward, evaluate, reshard)
 

@@ -147,8 +147,10 @@ def assert_gathered_once(stages):
     assert weights <= set(backward) <= {name for name in forward if name.startswith("blocks.")}
 
 
-CASES = [*product((Inside, Around), POLICIES),
-         *product((OfParts, AroundSeveral, AroundEveryOther), ("none", "save matmuls"))]
+CASES = [
+    *product((Inside, Around), POLICIES),
+    *product((OfParts, AroundSeveral, AroundEveryOther), ("none", "save matmuls")),
+]
 
 
 @pytest.mark.parametrize("cls, policy", CASES)

@@ -58,8 +58,18 @@ def offloaded(model):
     return shard(model, fully_shard, offload_policy=CPUOffloadPolicy())
 
 
-FEATURES = [hsdp, hsdp_bf16, replicate_only, replicate_only_bf16, other_dimension, fewer_ranks,
-            fewer_ranks_other_dimension, int8, int8_kept, offloaded]
+FEATURES = [
+    hsdp,
+    hsdp_bf16,
+    replicate_only,
+    replicate_only_bf16,
+    other_dimension,
+    fewer_ranks,
+    fewer_ranks_other_dimension,
+    int8,
+    int8_kept,
+    offloaded,
+]
 
 
 def build(feature, cls=Net):

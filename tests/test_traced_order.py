@@ -75,16 +75,21 @@ def becomes_bfloat16_and_back(training, how):
     training.model.to(torch.float32)
 
 
-@pytest.mark.parametrize("event", [loads, loads_by_assignment, makes_an_optimizer, becomes_double,
-                                   becomes_bfloat16_and_back])
+@pytest.mark.parametrize(
+    "event", [loads, loads_by_assignment, makes_an_optimizer, becomes_double, becomes_bfloat16_and_back]
+)
 def test_compiling_before_and_after(ranks2, event):
     ranks2.run(_before_and_after, event)
 
 
 def _before_and_after(event):
     histories = []
-    for how, order in (("", [event]), ("torch.compile", [event, compiles]), ("module.compile", [compiles, event]),
-                       ("torch.compile", [compiles_and_runs, event])):
+    for how, order in (
+        ("", [event]),
+        ("torch.compile", [event, compiles]),
+        ("module.compile", [compiles, event]),
+        ("torch.compile", [compiles_and_runs, event]),
+    ):
         reset()
         training = Training(build())
         for act in order:

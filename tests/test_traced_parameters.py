@@ -245,9 +245,7 @@ def distributed_activations(model, mesh):
     """Blocks take and return activations that are sharded over the sequence."""
     for block in model.blocks:
         plan = {
-            "": PrepareModuleInput(
-                input_layouts=Replicate(), desired_input_layouts=Shard(0), use_local_output=False
-            ),
+            "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0), use_local_output=False),
             "up": ColwiseParallel(input_layouts=Shard(0)),
             "down": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
         }
@@ -265,9 +263,16 @@ def tensor_parallel(plan, **kwargs):
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("plan, kwargs", [(column_and_row, {}), (column_and_row, {"mp_policy": BF16}),
-                                          (column_and_row, {"reshard_after_forward": False}), (sequence, {}),
-                                          (distributed_activations, {})])
+@pytest.mark.parametrize(
+    "plan, kwargs",
+    [
+        (column_and_row, {}),
+        (column_and_row, {"mp_policy": BF16}),
+        (column_and_row, {"reshard_after_forward": False}),
+        (sequence, {}),
+        (distributed_activations, {}),
+    ],
+)
 def test_tensor_parallel(ranks4, plan, kwargs):
     ranks4.run(_tensor_parallel, plan, kwargs)
 

@@ -98,8 +98,17 @@ def changes_batch_size(model, forward, optimizer):
         optimizer.zero_grad()
 
 
-LOOPS = [accumulates, two_forwards_before_two_backwards, keeps_zeros, evaluates, clips, keeps_the_graph,
-         steps_after_a_forward_without_backward, asks_for_gradients, changes_batch_size]
+LOOPS = [
+    accumulates,
+    two_forwards_before_two_backwards,
+    keeps_zeros,
+    evaluates,
+    clips,
+    keeps_the_graph,
+    steps_after_a_forward_without_backward,
+    asks_for_gradients,
+    changes_batch_size,
+]
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 
 

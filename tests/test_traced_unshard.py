@@ -80,8 +80,19 @@ class Twice(SmallNet):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("cls, reshard", [(RootFirst, True), (BlockFirst, True), (BlockFirst, False), (Waits, True),
-                                          (AllAhead, True), (AllAhead, False), (Reshards, False), (Twice, True)])
+@pytest.mark.parametrize(
+    "cls, reshard",
+    [
+        (RootFirst, True),
+        (BlockFirst, True),
+        (BlockFirst, False),
+        (Waits, True),
+        (AllAhead, True),
+        (AllAhead, False),
+        (Reshards, False),
+        (Twice, True),
+    ],
+)
 def test_inside(ranks2, cls, reshard):
     ranks2.run(_inside, cls, reshard)
 
@@ -271,8 +282,13 @@ def not_the_last_backward(model):
     model.set_is_last_backward(False)
 
 
-SETTINGS = [forward_prefetch, backward_prefetch, no_unshard_in_backward, no_reshard_after_backward,
-            not_the_last_backward]
+SETTINGS = [
+    forward_prefetch,
+    backward_prefetch,
+    no_unshard_in_backward,
+    no_reshard_after_backward,
+    not_the_last_backward,
+]
 
 
 @pytest.mark.parametrize("change", SETTINGS)

@@ -153,8 +153,9 @@ def test_ctrl_c_before_the_first_step(tmp_path: Path) -> None:
 
 
 def test_a_dead_rank_ends_the_others(tmp_path: Path) -> None:
-    process = start(tmp_path, *TINY, "--compile", "none", "--steps", "100000", "--checkpoint-dir", "ck",
-                    "--checkpoint-every", "5")
+    process = start(
+        tmp_path, *TINY, "--compile", "none", "--steps", "100000", "--checkpoint-dir", "ck", "--checkpoint-every", "5"
+    )
     wait_for(tmp_path / "ck" / "step-5", process)
     found = subprocess.run(["pgrep", "-f", "-P", str(process.pid), "spawn_main"], capture_output=True, text=True)
     os.kill(max(map(int, found.stdout.split())), signal.SIGKILL)
