@@ -7,7 +7,9 @@ Compute keeps its order. A gather's wait stands right before the first node that
 launched in the order of these waits. A reduction is launched where its gradients are ready. What is left to choose, in
 three steps, each within the budget of memory:
 
-1. Each gather is launched when the one before it is waited for, as FSDP2 does eagerly.
+1. The order in which FSDP2 runs eagerly: each gather is launched when the one before it is waited for, each reduction
+   waited for when the next is launched. If that takes too much memory, each reduction is waited for at once, and a
+   gather is launched ahead where there is room.
 2. Each reduction is waited for as late as there is room: before the first node that reads the result, at the end
    otherwise; where an all-reduce follows, before the next reduction is launched.
 3. Each gather is launched as early as there is room, but not ahead of a reduction that is waited for sooner than it.
@@ -16,10 +18,9 @@ No step makes any graph slower, whatever it costs, as a process group takes coll
 an earlier launch or a later wait delays nothing by itself; a gather that overtakes a reduction delays it, but when that
 is waited for, both had to be done anyway.
 
-The budget is a peak of live bytes. By default it is the peak of the order in which FSDP2 runs eagerly, in the same
-graphs: every gather launched one ahead, every reduction waited for when the next is launched. That peak is often
-reached at one place only; everywhere else there is room to launch earlier. Where the graphs need more than the budget
-without any overlap, nothing is launched early.
+The budget is a peak of live bytes; by default that of the eager order in the same graphs, which is often reached at one
+place only; everywhere else there is room to launch earlier. Where the graphs need more than the budget without any
+overlap, nothing is launched early.
 
 Positions depend on the graphs and the budget alone, which are the same on all ranks.
 """
@@ -29,7 +30,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -74,16 +75,16 @@ def eager_order(graphs: Sequence[Graph]) -> None:
 
 
 def _choose(orders: Sequence[Order], graphs: Sequence[Graph], budget: int | None) -> None:
-    if budget is None:
-        for order in orders:
-            order.like_eager()
-        budget = _profile(orders, graphs).peak
     for order in orders:
-        order.wait_at_once()
-    for room in _rooms(orders, graphs, budget):
+        order.like_eager()
+    peak = _profile(orders, graphs).peak
+    if budget is not None and peak > budget:
+        for order in orders:
+            order.wait_at_once()
+    for room in _rooms(orders, graphs, peak if budget is None else budget):
         room.launch_early(room.order.one_ahead())
         room.wait_late()
-    for room in _rooms(orders, graphs, budget):
+    for room in _rooms(orders, graphs, peak if budget is None else budget):
         room.launch_early(_behind_reductions(room.order))
 
 
@@ -115,8 +116,9 @@ class Room:
     """Memory while a graph runs in an order, and what may still be moved in it.
 
     Attributes:
-        live: for each position of the spine, the most bytes in use since the one before; an integer tensor.
-        waiting: the same while reductions are waited for, which comes before the launches there.
+        live: for each position of the spine, the most bytes in use by it and what stands before it, but for the waits
+            of reductions; an integer tensor.
+        waiting: the same while reductions are waited for, which comes before all else there.
     """
 
     order: Order
@@ -131,9 +133,8 @@ class Room:
         arriving = {node for reduction in order.reductions for node in reduction.arrival}
         at, expected = 0, next(spine)
         for node, size in zip(graph.nodes, live, strict=False):
-            most[at] = max(most[at], size)
-            if node in arriving:
-                waiting[at] = max(waiting[at], size)
+            found = waiting if node in arriving else most
+            found[at] = max(found[at], size)
             if node is expected:
                 if resized_to(node) is not None:  # what stands before it finds the memory as it was
                     most[at] = max(most[at - 1], most[at])
@@ -145,69 +146,35 @@ class Room:
         before = 0
         for gather, floor in zip(self.order.gathers, floors, strict=True):
             first = max(before, gather.earliest, floor)
-            if first < gather.at and self.waiting[gather.at] + gather.bytes <= self.budget:
-                full = torch.nonzero(self.live[first : gather.at] + gather.bytes > self.budget)
+            if first < gather.at:
+                used = torch.maximum(self.live[first : gather.at], self.waiting[first + 1 : gather.at + 1])
+                full = torch.nonzero(used + gather.bytes > self.budget)
                 first += int(full[-1]) + 1 if len(full) else 0
-                self._hold(gather.bytes, first, gather.at)
+                self.live[first : gather.at] += gather.bytes
+                self.waiting[first + 1 : gather.at + 1] += gather.bytes
                 gather.at = first
             before = gather.at
 
-    def _hold(self, bytes: int, first: int, until: int) -> None:
-        """Note that a gather is launched at ``first``, before reductions are waited for up to ``until``."""
-        if first < until:
-            self.live[first:until] += bytes
-            self.waiting[first + 1 : until + 1] += bytes
-            self.live[until] = max(self.live[until], self.waiting[until])
-
     def wait_late(self) -> None:
-        """Move the wait of each reduction as far back as the budget allows; beyond it, wait for the oldest first."""
-        flying = InFlight(self.live.tolist(), self.budget)
-        launched: dict[int, list[Reduction]] = {}
-        read: dict[int, list[Reduction]] = {}
-        followers = {id(reduction.follows): reduction for reduction in self.order.reductions}
-        for reduction in self.order.reductions:
-            read.setdefault(reduction.need, []).append(reduction)
-            if reduction.follows is None:
-                launched.setdefault(reduction.earliest, []).append(reduction)
-        for position in range(len(self.order.spine)):
-            for reduction in launched.get(position, ()):
-                flying.launch(reduction)
-            due = [reduction for reduction in read.get(position, ()) if reduction in flying.reductions]
-            while due or flying.too_much(position):
-                reduction = due.pop(0) if due else next(iter(flying.reductions))
-                flying.wait_for(reduction, position if reduction.need == position else position - 1)
-                follower = followers.get(id(reduction))
-                if follower is not None:
-                    follower.earliest = follower.at = reduction.at
-                    flying.launch(follower)
-                    due += [follower] if follower.need == position else []
+        """Move each wait back as far as there is room, but not behind the wait for the reduction launched next.
 
+        The last first, so that those who hold memory longest are waited for soonest.
+        """
+        after = len(self.live)
+        for reduction in reversed(self.order.reductions):
+            last = min(after, reduction.need)
+            if last > reduction.at:
+                self._wait_by(reduction, last)
+            after = reduction.at
 
-@dataclass
-class InFlight:
-    """The reductions that are launched and not waited for, in the order of their launches.
-
-    Attributes:
-        live: at each position, bytes in use without them.
-    """
-
-    live: list[int]
-    budget: int
-    reductions: dict[Reduction, None] = field(default_factory=dict)
-    held: int = 0
-
-    def launch(self, reduction: Reduction) -> None:
-        self.reductions[reduction] = None
-        self.held += reduction.held
-
-    def too_much(self, position: int) -> bool:
-        """Whether some have to be waited for before the node at ``position`` runs."""
-        return bool(self.reductions) and self.live[position] + self.held > self.budget
-
-    def wait_for(self, reduction: Reduction, position: int) -> None:
-        """Wait at ``position``, or earlier if what is made of the result has no room there."""
-        while position > reduction.earliest and self.live[position] + self.held + reduction.made > self.budget:
-            position -= 1
-        reduction.at = max(position, reduction.earliest)
-        self.held -= reduction.held
-        del self.reductions[reduction]
+    def _wait_by(self, reduction: Reduction, last: int) -> None:
+        first, held = reduction.at, reduction.held
+        used = torch.maximum(self.live[first:last], self.waiting[first + 1 : last + 1])
+        full = torch.nonzero(used + held > self.budget)
+        last = first + int(full[0]) if len(full) else last
+        arrives = torch.nonzero(self.live[first + 1 : last + 1] + held + reduction.made <= self.budget)
+        if len(arrives):
+            reduction.at = at = first + 1 + int(arrives[-1])
+            self.live[first:at] += held
+            self.waiting[first + 1 : at + 1] += held
+            self.waiting[at] = max(self.waiting[at], self.live[at] + held + reduction.made)

@@ -19,6 +19,7 @@ from torch.fx import Graph
 from fsdp_compile.passes import MemoryProfile, PassConfig, PassContext, simulate
 from fsdp_compile.passes import schedule as schedule_pass
 from fsdp_compile.passes.graph_view import WAIT, is_launch, kind_of, launch_of, tag_of
+from fsdp_compile.passes.schedule import eager_order
 
 PLENTY = 1 << 40
 SHARD = BYTES // 2
@@ -123,6 +124,18 @@ def test_random(seed: int) -> None:
         assert MemoryProfile.of(pair).peak <= budget
         assert simulate(pair, costs).seconds <= slowest * (1 + 1e-9)
         assert run(*pair, budget=budget) == 0
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_against_the_eager_order(seed: int) -> None:
+    chance = Random(seed)
+    modules = chance.randint(1, 12)
+    pair, eager = random_pair(seed, modules), random_pair(seed, modules)
+    costs = random_costs(seed, chance)
+    run(*pair)
+    eager_order(eager)
+    assert MemoryProfile.of(pair).peak <= MemoryProfile.of(eager).peak
+    assert simulate(pair, costs).seconds <= simulate(eager, costs).seconds * (1 + 1e-9)
 
 
 def _compute(graph: Graph) -> list[str]:
