@@ -86,7 +86,21 @@ def test_a_reduction_is_waited_for_when_its_gradient_takes_up_too_much() -> None
     """Until then it is in use."""
     text = "C=1 -C /-C B=1 -B /-B A=1 -A /-A"
     peak = MemoryProfile.of([schedule(text, "tangents")]).peak
-    assert scheduled(text, peak + 2 * BYTES, "tangents") == "C=1 -C /-C B=1 -B A=1 -A /-B /-A"
+    assert scheduled(text, peak + BYTES, "tangents") == "C=1 -C B=1 -B /-C A=1 -A /-B /-A"
+
+
+def test_gathers_overtake_no_reduction_that_is_waited_for_sooner() -> None:
+    """There is room for b's launch before D's reduction, but that is waited for before b: it would take longer."""
+    text = "d /d D=1 -D /-D c /c C=1 -C /-C b /b B=1 -B /-B a /a A=1 -A /-A"
+    peak = MemoryProfile.of([schedule(text, "tangents")]).peak
+    found = scheduled(text, peak + BYTES, "tangents")
+    assert found == "d c /d D=1 -D b a /c C=1 -C /-D /b B=1 -B /a A=1 -A /-C /-B /-A"
+
+
+def test_the_eager_order() -> None:
+    graph = schedule("c /c C=1 -C /-C b /b B=1 -B /-B a /a A=1 -A /-A", "tangents")
+    eager_order([graph])
+    assert written(graph) == "c b /c C=1 -C a /b B=1 -B /-C /a A=1 -A /-B /-A"
 
 
 def test_launches_wait_for_reductions_that_hold_memory() -> None:
