@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import compilation_time_metrics
+from torch.fx import Graph, Node
 
 
 def join_imaginary_world(world: int) -> None:
@@ -45,3 +46,32 @@ def late_waits(seconds: float) -> Iterator[None]:
     with torch.library._scoped_library("_c10d_functional", "IMPL") as library:
         library.impl("wait_tensor", late_wait, "CPU")
         yield
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Inside, tensors have no data; a model made on the meta device before may be used."""
+    from torch._subclasses import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def overlap_by_torch(graph: Graph, milliseconds: dict[Node, float]) -> Graph:
+    """Inductor's own bucketing and overlap scheduling of a graph, which is changed.
+
+    Args:
+        graph: as traced.
+        milliseconds: of each node, instead of its own estimates.
+
+    Raises:
+        ImportError: it needs Triton for estimates of its own, whatever it is given.
+    """
+    from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
+
+    estimate = {**milliseconds}.get
+    module = schedule_overlap_bucketing(
+        graph.owning_module,  # type: ignore[arg-type]
+        collective_bucketing=True,
+        compute_estimator="analytical",
+        custom_runtime_estimation=lambda node, size: estimate(node),
+    )
+    return module.graph

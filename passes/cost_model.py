@@ -123,6 +123,14 @@ class CostModel:
         pieces = self.groups[group].size if kind == "reduce_scatter" else 1
         return self._known(line.seconds(bytes_of_output * pieces), f"the time of {kind}")
 
+    def cheapest_seconds(self, kind: str, group: str, bytes: int) -> float:
+        """Time to move ``bytes`` of the whole in one launch, which is never slower than in several.
+
+        Raises:
+            ValueError: the kind or the group is unknown, or a size is a symbol without a value.
+        """
+        return self._known(self.line(kind, group).seconds(bytes), f"the time of {kind}")
+
     def at(self, sizes: Mapping[str, int], dimensions: Mapping[str, int] | None = None) -> CostModel:
         """The same model for other sizes; what has been read of graphs is shared.
 

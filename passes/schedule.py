@@ -3,16 +3,24 @@
     before:  gather a ─ wait a ─ mm ─ gather b ─ wait b ─ mm ─ reduce b ─ wait b ─ mm ─ reduce a ─ wait a
     after:   gather a ─ gather b ─ wait a ─ mm ─ wait b ─ mm ─ reduce b ─ mm ─ reduce a ─ wait b ─ wait a
 
-Compute keeps its order. A gather's wait stands right before the first node that reads what it brings, and the gathers
-are launched in the order of these waits, each as early as the budget allows: for a lane that takes collectives in
-order, no other choice of positions is faster. A reduction is launched where its gradients are ready, and waited for as
-late as the budget allows: before the first node that reads the result, at the end otherwise; where an all-reduce
-follows, before the next reduction is launched.
+Compute keeps its order. A gather's wait stands right before the first node that reads what it brings, and gathers are
+launched in the order of these waits. A reduction is launched where its gradients are ready. What is left to choose, in
+three steps, each within the budget of memory:
 
-The budget is a peak of live bytes. By default it is the peak of the order in which FSDP2 runs eagerly, in the same
-graphs: every gather launched one ahead, every reduction waited for when the next is launched. That peak is often
-reached at one place only; everywhere else there is room to launch earlier. Where the graphs need more than the budget
-without any overlap, nothing is launched early.
+1. The order in which FSDP2 runs eagerly: each gather is launched when the one before it is waited for, each reduction
+   waited for when the next is launched. If that takes too much memory, each reduction is waited for at once, and a
+   gather is launched ahead where there is room.
+2. Each reduction is waited for as late as there is room: before the first node that reads the result, at the end
+   otherwise; where an all-reduce follows, before the next reduction is launched.
+3. Each gather is launched as early as there is room, but not ahead of a reduction that is waited for sooner than it.
+
+No step makes any graph slower, whatever it costs, as a process group takes collectives in the order of their launches:
+an earlier launch or a later wait delays nothing by itself; a gather that overtakes a reduction delays it, but when that
+is waited for, both had to be done anyway.
+
+The budget is a peak of live bytes; by default that of the eager order in the same graphs, which is often reached at one
+place only; everywhere else there is room to launch earlier. Where the graphs need more than the budget without any
+overlap, nothing is launched early.
 
 Positions depend on the graphs and the budget alone, which are the same on all ranks.
 """
@@ -20,29 +28,19 @@ Positions depend on the graphs and the budget alone, which are the same on all r
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from .context import PassContext, Report, Traffic
-from .graph_view import (
-    REDUCE,
-    UNSHARD,
-    WAIT,
-    Collective,
-    all_reduces,
-    data_bytes,
-    gathers,
-    made_by,
-    reductions,
-    resized_to,
-    tag_of,
-)
+from .graph_view import resized_to
 from .memory import MemoryProfile
-from .torch_compat import is_alias, real_tensors
+from .order import Order, Reduction
+from .torch_compat import real_tensors
 
 
 def schedule(graphs: Sequence[Graph], context: PassContext) -> list[Report]:
@@ -68,312 +66,115 @@ def schedule(graphs: Sequence[Graph], context: PassContext) -> list[Report]:
     ]
 
 
+def eager_order(graphs: Sequence[Graph]) -> None:
+    """Put graphs in the order in which FSDP2 runs eagerly, for comparison; arguments as of ``schedule``."""
+    for graph in graphs:
+        order = Order.of(graph)
+        order.like_eager()
+        order.write(graph)
+
+
 def _choose(orders: Sequence[Order], graphs: Sequence[Graph], budget: int | None) -> None:
-    _measure(orders, graphs)
-    if budget is None:
-        budget = max(order.eager_peak() for order in orders)
     for order in orders:
-        order.launch_early(budget)
-        order.wait_late(budget)
+        order.like_eager()
+    peak = _profile(orders, graphs).peak
+    if budget is not None and peak > budget:
+        for order in orders:
+            order.wait_at_once()
+    for room in _rooms(orders, graphs, peak if budget is None else budget):
+        room.launch_early(room.order.one_ahead())
+        room.wait_late()
+    for room in _rooms(orders, graphs, peak if budget is None else budget):
+        room.launch_early(_behind_reductions(room.order))
 
 
-def _measure(orders: Sequence[Order], graphs: Sequence[Graph]) -> None:
-    """Note live bytes with every collective waited for at once."""
+def _behind_reductions(order: Order) -> list[int]:
+    """For each gather the first position that is behind the launch of each reduction that is waited for sooner."""
+    reductions = sorted(order.reductions, key=lambda reduction: reduction.at)
+    waited = [reduction.at for reduction in reductions]
+    floors = [0, *accumulate((reduction.earliest for reduction in reductions), max)]
+    return [floors[bisect_right(waited, gather.need)] for gather in order.gathers]
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _profile(orders: Sequence[Order], graphs: Sequence[Graph]) -> MemoryProfile:
     for order, graph in zip(orders, graphs, strict=True):
         order.write(graph)
-    live = iter(MemoryProfile.of(graphs).live)
-    for order, graph in zip(orders, graphs, strict=True):
-        order.note_live_bytes(graph, live)
+    return MemoryProfile.of(graphs)
 
 
-@dataclass(eq=False)
-class Gather:
-    """A gather that can be launched anywhere between two positions.
-
-    Attributes:
-        launch: what makes its inputs, and the start; in order.
-        arrival: the waits, and what the transition and views make of the result; in order.
-        earliest: the first position at which its inputs are there.
-        need: the position that reads the result.
-        bytes: of memory that is in use from the launch on.
-        at: the position chosen.
-    """
-
-    launch: list[Node]
-    arrival: list[Node]
-    earliest: int
-    need: int
-    bytes: int
-    at: int
-
-
-@dataclass(eq=False)
-class Reduction:
-    """A reduction that can be waited for anywhere between two positions.
-
-    Attributes:
-        arrival: the waits, and what the transition makes of the result, perhaps the launch of an all-reduce; in order.
-        earliest: the first position at which it may be waited for.
-        need: the last such position.
-        held: bytes that are in use until the wait.
-        made: bytes that the arrival makes.
-        follows: the reduction whose arrival launches it, if it is not launched on the spine.
-        at: the position chosen.
-    """
-
-    arrival: list[Node]
-    earliest: int
-    need: int
-    held: int
-    made: int
-    follows: Reduction | None
-    at: int
+def _rooms(orders: Sequence[Order], graphs: Sequence[Graph], budget: int) -> list[Room]:
+    """What the orders leave of the budget."""
+    live = iter(_profile(orders, graphs).live)
+    return [Room.of(order, graph, live, budget) for order, graph in zip(orders, graphs, strict=True)]
 
 
 @dataclass
-class Order:
-    """An order of a graph's nodes: a spine that keeps its order, and what stands before which position of it.
+class Room:
+    """Memory while a graph runs in an order, and what may still be moved in it.
 
     Attributes:
-        spine: compute, launches of reductions, everything but what is in the other two.
-        gathers: in the order of their launches.
-        reductions: in the order of their launches.
-        live: for each position of the spine, the most bytes in use since the one before; an integer tensor.
-        waiting: the same while reductions are waited for, which comes before the launches there.
+        live: for each position of the spine, the most bytes in use by it and what stands before it, but for the waits
+            of reductions; an integer tensor.
+        waiting: the same while reductions are waited for, which comes before all else there.
     """
 
-    spine: list[Node]
-    gathers: list[Gather]
-    reductions: list[Reduction]
-    live: torch.Tensor = field(init=False)
-    waiting: torch.Tensor = field(init=False)
+    order: Order
+    budget: int
+    live: torch.Tensor
+    waiting: torch.Tensor
 
     @classmethod
-    def of(cls, graph: Graph) -> Order:
-        """With every collective waited for at once: gathers right before their result is read."""
-        starts = list(gathers(graph))
-        launches, arrivals = [_launch(gather) for gather in starts], [_arrival(gather) for gather in starts]
-        reduced = sorted([*reductions(graph), *all_reduces(graph)], key=lambda reduction: reduction.start)
-        results = _results(reduced)
-        moved = {node for nodes in (*launches, *arrivals, *results) for node in nodes}
-        spine = [node for node in graph.nodes if node not in moved]
-        places = {node: index for index, node in enumerate(spine)}
-        return cls(spine, _gathers(launches, arrivals, places), _reductions(reduced, results, places))
-
-    def write(self, graph: Graph) -> None:
-        """Put the nodes of ``graph`` in this order."""
-        before: dict[int, list[Node]] = {}
-        for reduction in self.reductions:
-            before.setdefault(reduction.at, []).extend(reduction.arrival)
-        for gather in self.gathers:
-            before.setdefault(gather.at, []).extend(gather.launch)
-        for gather in self.gathers:
-            before.setdefault(gather.need, []).extend(gather.arrival)
-        _put_in_order(node for at, after in enumerate(self.spine) for node in (*before.get(at, ()), after))
-
-    def note_live_bytes(self, graph: Graph, live: Iterator[int]) -> None:
-        """Take the live bytes of the nodes of ``graph``, in its order, from ``live``."""
-        most, waiting, spine = [0] * len(self.spine), [0] * len(self.spine), iter(self.spine)
-        arriving = {node for reduction in self.reductions for node in reduction.arrival}
+    def of(cls, order: Order, graph: Graph, live: Iterator[int], budget: int) -> Room:
+        """Take the live bytes of the nodes of ``graph``, which is in that order, from ``live``."""
+        most, waiting, spine = [0] * len(order.spine), [0] * len(order.spine), iter(order.spine)
+        arriving = {node for reduction in order.reductions for node in reduction.arrival}
         at, expected = 0, next(spine)
         for node, size in zip(graph.nodes, live, strict=False):
-            most[at] = max(most[at], size)
-            if node in arriving:
-                waiting[at] = max(waiting[at], size)
+            found = waiting if node in arriving else most
+            found[at] = max(found[at], size)
             if node is expected:
                 if resized_to(node) is not None:  # what stands before it finds the memory as it was
                     most[at] = max(most[at - 1], most[at])
                 at, expected = at + 1, next(spine, node)
-        self.live = torch.tensor(most, dtype=torch.int64)
-        self.waiting = torch.tensor(waiting, dtype=torch.int64)
+        return cls(order, budget, torch.tensor(most, dtype=torch.int64), torch.tensor(waiting, dtype=torch.int64))
 
-    def eager_peak(self) -> int:
-        """The peak with each gather launched one ahead, and each reduction waited for when the next is launched."""
-        live = self.live.clone()
-        for ahead, gather in pairwise(self.gathers):
-            live[max(ahead.need, gather.earliest) : gather.need] += gather.bytes
-        on_spine = [reduction for reduction in self.reductions if reduction.follows is None]
-        for reduction, following in pairwise(on_spine):
-            until = min(following.earliest, reduction.need)
-            live[reduction.earliest : until + 1] += reduction.held
-            live[until] += reduction.made
-        return int(live.max())
-
-    def launch_early(self, budget: int) -> None:
-        """Move each launch as far ahead as the budget allows, but not ahead of the launch before it."""
+    def launch_early(self, floors: Sequence[int]) -> None:
+        """Move each launch ahead as far as there is room, but not ahead of its floor or of the launch before it."""
         before = 0
-        for gather in self.gathers:
-            first = max(before, gather.earliest)
-            if self.waiting[gather.need] + gather.bytes > budget:
-                first = gather.need
-            full = torch.nonzero(self.live[first : gather.need] + gather.bytes > budget)
-            gather.at = before = first + int(full[-1]) + 1 if len(full) else min(first, gather.need)
-            self._hold(gather.bytes, gather.at, gather.need)
+        for gather, floor in zip(self.order.gathers, floors, strict=True):
+            first = max(before, gather.earliest, floor)
+            if first < gather.at:
+                used = torch.maximum(self.live[first : gather.at], self.waiting[first + 1 : gather.at + 1])
+                full = torch.nonzero(used + gather.bytes > self.budget)
+                first += int(full[-1]) + 1 if len(full) else 0
+                self.live[first : gather.at] += gather.bytes
+                self.waiting[first + 1 : gather.at + 1] += gather.bytes
+                gather.at = first
+            before = gather.at
 
-    def _hold(self, bytes: int, first: int, need: int) -> None:
-        """Note that a gather at ``first`` is launched before reductions are waited for up to ``need``."""
-        if first < need:
-            self.live[first:need] += bytes
-            self.waiting[first : need + 1] += bytes
-            self.live[need] = max(self.live[need], self.waiting[need])
+    def wait_late(self) -> None:
+        """Move each wait back as far as there is room, but not behind the wait for the reduction launched next.
 
-    def wait_late(self, budget: int) -> None:
-        """Move the wait of each reduction as far back as the budget allows; beyond it, wait for the oldest first."""
-        flying = InFlight(self.live.tolist(), budget)
-        launched: dict[int, list[Reduction]] = {}
-        read: dict[int, list[Reduction]] = {}
-        followers = {id(reduction.follows): reduction for reduction in self.reductions}
-        for reduction in self.reductions:
-            read.setdefault(reduction.need, []).append(reduction)
-            if reduction.follows is None:
-                launched.setdefault(reduction.earliest, []).append(reduction)
-        for position in range(len(self.spine)):
-            for reduction in launched.get(position, ()):
-                flying.launch(reduction)
-            due = [reduction for reduction in read.get(position, ()) if reduction in flying.reductions]
-            while due or flying.too_much(position):
-                reduction = due.pop(0) if due else next(iter(flying.reductions))
-                flying.wait_for(reduction, position if reduction.need == position else position - 1)
-                follower = followers.get(id(reduction))
-                if follower is not None:
-                    follower.earliest = follower.at = reduction.at
-                    flying.launch(follower)
-                    due += [follower] if follower.need == position else []
+        The last first, so that those who hold memory longest are waited for soonest.
+        """
+        after = len(self.live)
+        for reduction in reversed(self.order.reductions):
+            last = min(after, reduction.need)
+            if last > reduction.at:
+                self._wait_by(reduction, last)
+            after = reduction.at
 
-
-@dataclass
-class InFlight:
-    """The reductions that are launched and not waited for, in the order of their launches.
-
-    Attributes:
-        live: at each position, bytes in use without them.
-    """
-
-    live: list[int]
-    budget: int
-    reductions: dict[Reduction, None] = field(default_factory=dict)
-    held: int = 0
-
-    def launch(self, reduction: Reduction) -> None:
-        self.reductions[reduction] = None
-        self.held += reduction.held
-
-    def too_much(self, position: int) -> bool:
-        """Whether some have to be waited for before the node at ``position`` runs."""
-        return bool(self.reductions) and self.live[position] + self.held > self.budget
-
-    def wait_for(self, reduction: Reduction, position: int) -> None:
-        """Wait at ``position``, or earlier if what is made of the result has no room there."""
-        while position > reduction.earliest and self.live[position] + self.held + reduction.made > self.budget:
-            position -= 1
-        reduction.at = max(position, reduction.earliest)
-        self.held -= reduction.held
-        del self.reductions[reduction]
-
-
-# -- what moves -------------------------------------------------------------------------------------------------------
-
-
-def _launch(gather: Collective) -> list[Node]:
-    """The start, and what is computed for it alone."""
-    own = {gather.start: None}
-    for node in sorted({node for source in gather.inputs for node in made_by(source, UNSHARD)}, reverse=True):
-        if all(user in own for user in node.users):
-            own[node] = None
-    return sorted(own)
-
-
-def _arrival(gather: Collective) -> list[Node]:
-    """What waits, what the transition makes of it, and views, which cost nothing and may stand anywhere."""
-    found = dict.fromkeys(node for wait in gather.waits for node in (*wait.all_input_nodes, wait))
-    found.pop(gather.start, None)
-    stack = list(found)
-    while stack:
-        for user in stack.pop().users:
-            if user not in found and (_made_in(user, UNSHARD) or (is_alias(user) and len(user.all_input_nodes) == 1)):
-                found[user] = None
-                stack.append(user)
-    return sorted(found)
-
-
-def _results(reduced: Sequence[Collective]) -> list[list[Node]]:
-    """For each what waits, and what the transition makes of it, up to the waits of the next collective.
-
-    What is made of several belongs to the last of them.
-    """
-    owner: dict[Node, int] = {}
-    for index, reduction in enumerate(reduced):
-        stack = list(reduction.waits)
-        while stack:
-            node = stack.pop()
-            if owner.get(node) != index:
-                owner[node] = index
-                stack.extend(user for user in node.users if user.target is not WAIT and _made_in(user, REDUCE))
-    results: list[list[Node]] = [[] for _ in reduced]
-    for node in sorted(owner):
-        results[owner[node]].append(node)
-    return results
-
-
-def _made_in(node: Node, phase: str) -> bool:
-    tag = tag_of(node)
-    return tag is not None and tag.phase == phase
-
-
-# -- where it can go --------------------------------------------------------------------------------------------------
-
-
-def _gathers(launches: Iterable[list[Node]], arrivals: Iterable[list[Node]], places: dict[Node, int]) -> list[Gather]:
-    found = []
-    for launch, arrival in zip(launches, arrivals, strict=True):
-        need = _first_reader(arrival, places)
-        held = [*launch[:-1], *(node for node in arrival if node.target is WAIT)]
-        taken = _bytes(node for node in held if not is_alias(node))
-        found.append(Gather(launch, arrival, min(_after_inputs(launch, places), need), need, taken, need))
-    return sorted(found, key=lambda gather: gather.need)
-
-
-def _reductions(
-    reduced: Sequence[Collective], results: Sequence[list[Node]], places: dict[Node, int]
-) -> list[Reduction]:
-    found: list[Reduction] = []
-    launched = {node: index for index, nodes in enumerate(results) for node in nodes}
-    for reduction, arrival in zip(reduced, results, strict=True):
-        follows = found[launched[reduction.start]] if reduction.start in launched else None
-        earliest = max(_after_inputs(arrival, places), follows.earliest if follows else 0)
-        need = max(earliest, _first_reader(arrival, places))
-        held, made = _bytes(reduction.inputs), _bytes(node for node in arrival if not is_alias(node))
-        found.append(Reduction(arrival, earliest, need, held, made, follows, earliest))
-        if follows is not None:
-            follows.need = min(follows.need, _next_launch(reduced, places, follows.earliest))
-    for index, nodes in enumerate(results):  # what is read together is waited for before the last is launched
-        for reader in {launched[user] for node in nodes for user in node.users if user in launched} - {index}:
-            found[index].need = min(found[index].need, found[reader].earliest)
-    return found
-
-
-def _next_launch(reduced: Sequence[Collective], places: dict[Node, int], at: int) -> int:
-    """The first position from ``at`` on that launches a reduction; the end if none does."""
-    launches = [places[reduction.start] for reduction in reduced if reduction.start in places]
-    return min((place for place in launches if place >= at), default=len(places) - 1)
-
-
-def _bytes(nodes: Iterable[Node]) -> int:
-    return sum(data_bytes(node.meta["val"]) for node in nodes)
-
-
-def _first_reader(nodes: list[Node], places: dict[Node, int]) -> int:
-    """The first position of the spine that reads any of ``nodes``; the end if none does."""
-    readers = [places[user] for node in nodes for user in node.users if user in places]
-    return min(readers, default=len(places) - 1)
-
-
-def _after_inputs(nodes: list[Node], places: dict[Node, int]) -> int:
-    """The first position of the spine at which all is there that ``nodes`` are computed from."""
-    return max((places[source] + 1 for node in nodes for source in node.all_input_nodes if source in places), default=0)
-
-
-def _put_in_order(nodes: Iterable[Node]) -> None:
-    for node, following in pairwise(nodes):
-        if node.next is not following:
-            node.append(following)
+    def _wait_by(self, reduction: Reduction, last: int) -> None:
+        first, held = reduction.at, reduction.held
+        used = torch.maximum(self.live[first:last], self.waiting[first + 1 : last + 1])
+        full = torch.nonzero(used + held > self.budget)
+        last = first + int(full[0]) if len(full) else last
+        arrives = torch.nonzero(self.live[first + 1 : last + 1] + held + reduction.made <= self.budget)
+        if len(arrives):
+            reduction.at = at = first + 1 + int(arrives[-1])
+            self.live[first:at] += held
+            self.waiting[first + 1 : at + 1] += held
+            self.waiting[at] = max(self.waiting[at], self.live[at] + held + reduction.made)

@@ -19,6 +19,7 @@ from torch.fx import Graph
 from fsdp_compile.passes import MemoryProfile, PassConfig, PassContext, simulate
 from fsdp_compile.passes import schedule as schedule_pass
 from fsdp_compile.passes.graph_view import WAIT, is_launch, kind_of, launch_of, tag_of
+from fsdp_compile.passes.schedule import eager_order
 
 PLENTY = 1 << 40
 SHARD = BYTES // 2
@@ -85,7 +86,21 @@ def test_a_reduction_is_waited_for_when_its_gradient_takes_up_too_much() -> None
     """Until then it is in use."""
     text = "C=1 -C /-C B=1 -B /-B A=1 -A /-A"
     peak = MemoryProfile.of([schedule(text, "tangents")]).peak
-    assert scheduled(text, peak + 2 * BYTES, "tangents") == "C=1 -C /-C B=1 -B A=1 -A /-B /-A"
+    assert scheduled(text, peak + BYTES, "tangents") == "C=1 -C B=1 -B /-C A=1 -A /-B /-A"
+
+
+def test_gathers_overtake_no_reduction_that_is_waited_for_sooner() -> None:
+    """There is room for b's launch before D's reduction, but that is waited for before b: it would take longer."""
+    text = "d /d D=1 -D /-D c /c C=1 -C /-C b /b B=1 -B /-B a /a A=1 -A /-A"
+    peak = MemoryProfile.of([schedule(text, "tangents")]).peak
+    found = scheduled(text, peak + BYTES, "tangents")
+    assert found == "d c /d D=1 -D b a /c C=1 -C /-D /b B=1 -B /a A=1 -A /-C /-B /-A"
+
+
+def test_the_eager_order() -> None:
+    graph = schedule("c /c C=1 -C /-C b /b B=1 -B /-B a /a A=1 -A /-A", "tangents")
+    eager_order([graph])
+    assert written(graph) == "c b /c C=1 -C a /b B=1 -B /-C /a A=1 -A /-B /-A"
 
 
 def test_launches_wait_for_reductions_that_hold_memory() -> None:
@@ -123,6 +138,18 @@ def test_random(seed: int) -> None:
         assert MemoryProfile.of(pair).peak <= budget
         assert simulate(pair, costs).seconds <= slowest * (1 + 1e-9)
         assert run(*pair, budget=budget) == 0
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_against_the_eager_order(seed: int) -> None:
+    chance = Random(seed)
+    modules = chance.randint(1, 12)
+    pair, eager = random_pair(seed, modules), random_pair(seed, modules)
+    costs = random_costs(seed, chance)
+    run(*pair)
+    eager_order(eager)
+    assert MemoryProfile.of(pair).peak <= MemoryProfile.of(eager).peak
+    assert simulate(pair, costs).seconds <= simulate(eager, costs).seconds * (1 + 1e-9)
 
 
 def _compute(graph: Graph) -> list[str]:
