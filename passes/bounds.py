@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from .graph_view import Tag, gathers, has_backward
+from .graph_view import gathers, has_backward
 from .memory_bound import memory_bound
 from .time_bound import CheapestCosts, time_bound
 
@@ -53,17 +53,13 @@ def bounds(graphs: Sequence[Graph], costs: CheapestCosts, in_order: bool = False
     """
     forward = [graph for graph in graphs if not has_backward(graph)]
     backward = [graph for graph in graphs if has_backward(graph)]
-    gathered = {param for graph in forward for gather in gathers(graph) for param in _parameters(gather.tag)}
+    gathered = {param for graph in forward for gather in gathers(graph) for param in gather.tag.parameters}
     time_forward = sum(time_bound(graph, costs, (), in_order) for graph in forward)
     time_backward = sum(time_bound(graph, costs, (), in_order) for graph in backward)
     time_less = sum(time_bound(graph, costs, _again(graph, gathered), in_order) for graph in backward)
     return Bounds(time_forward, time_backward, time_forward + time_less, memory_bound(graphs))
 
 
-def _parameters(tag: Tag) -> list[tuple[int, str]]:
-    return [(tag.group, name) for name in tag.params]
-
-
 def _again(graph: Graph, gathered: set[tuple[int, str]]) -> list[Node]:
     """The gathers of what is gathered already."""
-    return [gather.start for gather in gathers(graph) if gathered.issuperset(_parameters(gather.tag))]
+    return [gather.start for gather in gathers(graph) if gathered.issuperset(gather.tag.parameters)]

@@ -107,7 +107,7 @@ def test_one_alone_stays() -> None:
 
 
 def test_groups_stay_apart() -> None:
-    graph = trace(lambda a, b: (gather(a), gather(b), gather(a + 1), gather(b + 1)), A, B, groups=(0, 1, 0, 1))
+    graph = trace(lambda a, b: (gather(a), gather(b), gather(a.clone()), gather(b.clone())), A, B, groups=(0, 1, 0, 1))
     assert bucketed(graph) == [("p0", "p2"), ("p1", "p3")]
 
 
