@@ -30,8 +30,8 @@ class PassConfig:
               Counted is the whole: what a gather brings, what a reduction takes; 1 MB is a million bytes, 1 MiB 2**20.
             - "auto": across modules, as is fastest by the cost model on ``hardware``; ``bucket_plan`` says how.
 
-            What travels across modules may be summed in another order, and so rounded in another way, on three ranks
-            and more; gathers never change bits, nor does "none".
+            All but the default may round sums in another way where three ranks and more reduce, as transports add the
+            elements of a buffer in an order that depends on where in it they are; gathers never change bits.
         schedule: launch gathers ahead of their use, and let reductions run on; otherwise wait for each at once.
         memory_budget: peak of live bytes, as ``memory`` counts them, that ``schedule`` may fill; ``None`` for the peak
             of FSDP2's eager order.
