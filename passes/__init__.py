@@ -121,8 +121,7 @@ def run_inference(graph: Graph, context: PassContext) -> None:
 
 def _plan(parts: Mapping[str, Graph], context: PassContext) -> None:
     """Run the passes that decide what is moved together, and when."""
-    if context.config.bucket:
-        context.reports.extend(bucket(graph, context) for graph in parts.values())
+    context.reports.extend(bucket(graph, context) for graph in parts.values())
     if context.config.schedule:
         context.reports.extend(schedule([*parts.values()], context))
     _show("after", parts, context)

@@ -14,7 +14,7 @@ from functools import partial
 from torch.fx import Graph, Node
 
 from .costs import CheapestCosts
-from .graph_view import Tag, gathers, has_backward
+from .graph_view import gathers, has_backward
 from .memory_bound import memory_bound
 from .time_bound import time_bound
 
@@ -62,16 +62,12 @@ def bounds(
     least = partial(time_bound, costs=costs, in_order=in_order, least_copy=least_copy)
     forward = [graph for graph in graphs if not has_backward(graph)]
     backward = [graph for graph in graphs if has_backward(graph)]
-    gathered = {param for graph in forward for gather in gathers(graph) for param in _parameters(gather.tag)}
+    gathered = {param for graph in forward for gather in gathers(graph) for param in gather.tag.parameters}
     time_forward, time_backward = sum(map(least, forward)), sum(map(least, backward))
     time_less = sum(least(graph, without=_again(graph, gathered)) for graph in backward)
     return Bounds(time_forward, time_backward, time_forward + time_less, memory_bound(graphs))
 
 
-def _parameters(tag: Tag) -> list[tuple[int, str]]:
-    return [(tag.group, name) for name in tag.params]
-
-
 def _again(graph: Graph, gathered: set[tuple[int, str]]) -> list[Node]:
     """The gathers of what is gathered already."""
-    return [gather.start for gather in gathers(graph) if gathered.issuperset(_parameters(gather.tag))]
+    return [gather.start for gather in gathers(graph) if gathered.issuperset(gather.tag.parameters)]

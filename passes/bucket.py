@@ -1,4 +1,4 @@
-"""Makes one collective of the many that move one group's parameters or gradients.
+"""Makes one collective of many that move parameters or gradients; ``bucket_choice`` says which.
 
 Gathers become one coalesced gather straight into each parameter's own output, with no copy in or out:
 
@@ -11,66 +11,55 @@ eager executor, so that each element is summed in the same order and the bits ar
         g ─ reduce ─ wait             g ─ view ─┐                         ┌─ view
         h ─ reduce ─ wait     ->      h ─ view ─┴─ cat ─ reduce ─ wait ───┴─ view
 
-Both in the order of the parameters in their group. The graph is in topological order before and after each merge, so
-"earlier in the graph" bounds every search for dependences: a merge costs no more than the stretch that it spans.
+Both in the order of the groups, and of the parameters in their group. The graph is in topological order before and
+after each merge, so "earlier in the graph" bounds every search for dependences: a merge costs no more than the stretch
+that it spans.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch.fx import Graph, Node
 
+from .bucket_choice import choose
 from .context import PassContext, Report, Traffic
-from .graph_view import WAIT, Collective, Tag, all_reduces, gathers, reductions, set_tag
-from .torch_compat import c10d, emit
+from .graph_view import COPIES, UNSHARD, WAIT, Collective, Tag, kind_of, set_tag, tag_of
+from .torch_compat import c10d, emit, is_alias
 
 aten = torch.ops.aten
 
 
 def bucket(graph: Graph, context: PassContext) -> Report:
-    """Merge the collectives of each group: one gather and one reduction for each time its module runs.
+    """Merge collectives as the configuration says: for each group and each time its module runs, or across groups.
 
     Only collectives on one process group and of one dtype are merged, and reductions only if of one kind; some
-    transports (gloo) mix up a coalesced gather of several dtypes without an error. A module that runs
-    k times has k gathers of each parameter; the i-th of each make up bucket i. A bucket of gathers takes the place of
-    its first member, a bucket of reductions that of its last. Members of which one is computed from another stay
-    apart.
+    transports (gloo) mix up a coalesced gather of several dtypes without an error. A bucket of gathers takes the place
+    of its first member, a bucket of reductions that of its last. Members of which one is computed from another stay
+    apart, and so do gathers of what compute must run for first.
 
     Args:
         graph: forward or backward graph, or a graph without backward; not a joint graph, whose gathers must stay apart
             because the backward may need other parameters than the forward.
         context: shared by the passes.
+
+    Raises:
+        ValueError: the hardware profile of the configuration cannot be read any more.
     """
     before = Traffic.of(graph)
     made = 0
-    for kind, merge in ((gathers, _merge_gathers), (reductions, _merge_reductions), (all_reduces, _merge_all_reduces)):
-        for candidates in _buckets(kind(graph)):
-            for members in _independent(candidates):
-                merge(graph, members)
-                made += 1
+    for candidates in choose(graph, context.config):
+        for members in _independent(candidates):
+            MERGES[kind_of(members[0].start)](graph, members)
+            made += 1
     if made:
         graph.lint()
     return Report("bucket", made, before, Traffic.of(graph))
 
 
-# -- which belong together --------------------------------------------------------------------------------------------
-
-
-def _buckets(collectives: Iterable[Collective]) -> list[list[Collective]]:
-    """Single-parameter collectives that go alike, by occurrence, each list and all lists in graph order."""
-    occurrences: dict[Hashable, int] = {}
-    buckets: dict[Hashable, list[Collective]] = {}
-    for collective in collectives:
-        if len(collective.tag.params) != 1 or len(collective.waits) != 1:
-            continue  # a bucket already
-        alike = (collective.tag.group, *collective.how, *collective.dtypes)
-        key = (alike, collective.tag.params)
-        occurrences[key] = occurrences.get(key, -1) + 1
-        buckets.setdefault((key[0], occurrences[key]), []).append(collective)
-    return list(buckets.values())
+# -- which can be merged ----------------------------------------------------------------------------------------------
 
 
 def _independent(candidates: list[Collective]) -> Iterator[list[Collective]]:
@@ -79,14 +68,42 @@ def _independent(candidates: list[Collective]) -> Iterator[list[Collective]]:
     The caller merges each part before it asks for the next, because merging makes new dependences.
     """
     while len(candidates) > 1:
-        part = [candidates[0]]
-        rest: list[Collective] = []
-        for candidate in candidates[1:]:
-            needed = _ancestors(candidate.start, part[0].start)
-            (rest if any(member.start in needed for member in part) else part).append(candidate)
-        candidates = rest
+        part, candidates = _split(candidates)
         if len(part) > 1:
             yield part
+
+
+def _split(candidates: list[Collective]) -> tuple[list[Collective], list[Collective]]:
+    """The first with all that can be merged with it, and the rest; reads the stretch of the graph once."""
+    part: list[Collective] = []
+    rest: list[Collective] = []
+    starts = {candidate.start: candidate for candidate in candidates}
+    first = node = candidates[0].start
+    behind: set[Node] = set()  # members, and what is computed from them
+    while len(part) + len(rest) < len(candidates):
+        needs_a_member = not behind.isdisjoint(node.all_input_nodes)
+        if node in starts:
+            joins = not needs_a_member and _can_be_launched_at(first, starts[node])
+            (part if joins else rest).append(starts[node])
+            needs_a_member |= joins
+        if needs_a_member:
+            behind.add(node)
+        node = node.next
+    return part, rest
+
+
+def _can_be_launched_at(first: Node, candidate: Collective) -> bool:
+    """Whether only casts, pads and the like must move up with a gather; a reduction is launched at the last member."""
+    if kind_of(candidate.start) != "all_gather":
+        return True
+    return all(
+        is_alias(node) or node.target in COPIES or _unshards(node) for node in _ancestors(candidate.start, first)
+    )
+
+
+def _unshards(node: Node) -> bool:
+    tag = tag_of(node)
+    return tag is not None and tag.phase == UNSHARD
 
 
 def _ancestors(node: Node, first: Node) -> dict[Node, None]:
@@ -102,13 +119,18 @@ def _ancestors(node: Node, first: Node) -> dict[Node, None]:
 
 
 def _in_group_order(members: list[Collective]) -> list[Collective]:
-    return sorted(members, key=lambda member: member.tag.index)
+    return sorted(members, key=lambda member: (member.tag.group, member.tag.index))
 
 
 def _joint_tag(members: list[Collective]) -> Tag:
-    first = members[0].tag
+    first, last = members[0].tag, members[-1].tag
     params = tuple(name for member in members for name in member.tag.params)
-    return Tag(first.group, first.name, params, tuple(i for m in members for i in m.tag.index), first.phase)
+    index = tuple(i for member in members for i in member.tag.index)
+    groups = tuple(group for member in members for group, _ in member.tag.parameters)
+    if len(set(groups)) == 1:
+        return Tag(first.group, first.name, params, index, first.phase)
+    name = f"{first.name or 'root'} to {last.name or 'root'}"
+    return Tag(first.group, name, params, index, first.phase, groups=groups)
 
 
 # -- gathers ----------------------------------------------------------------------------------------------------------
@@ -216,3 +238,6 @@ def _move_users_behind(members: list[Collective], last: Node) -> None:
         node = node.next
     for node in reversed(late):
         last.append(node)
+
+
+MERGES = {"all_gather": _merge_gathers, "reduce_scatter": _merge_reductions, "all_reduce": _merge_all_reduces}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field, fields
 from functools import cache
@@ -11,6 +12,7 @@ from pathlib import Path
 from torch.fx import Graph
 
 from .graph_view import all_reduces, frees, gathers, reductions
+from .hardware import profile, shipped_digest
 
 Observer = Callable[[str, Graph], None]
 
@@ -20,19 +22,64 @@ class PassConfig:
     """The choices a user has. Part of the key of compile caches.
 
     Attributes:
-        bucket: move each group's parameters in one collective; otherwise each parameter travels alone.
+        bucket: which parameters travel in one collective, and which gradients.
+
+            - "module", the default: those of one ``fully_shard`` module, as in eager; bits are equal to it.
+            - "none": each alone.
+            - a number of bytes, or a text like "25MB": across modules in order of use, until a bucket is so large.
+              Counted is the whole: what a gather brings, what a reduction takes; 1 MB is a million bytes, 1 MiB 2**20.
+            - "auto": across modules, as is fastest by the cost model on ``hardware``; ``bucket_plan`` says how.
+
+            All but the default may round sums in another way where three ranks and more reduce, as transports add the
+            elements of a buffer in an order that depends on where in it they are; gathers never change bits.
         schedule: launch gathers ahead of their use, and let reductions run on; otherwise wait for each at once.
         memory_budget: peak of live bytes, as ``memory`` counts them, that ``schedule`` may fill; ``None`` for the peak
             of FSDP2's eager order.
+        hardware: name of a shipped hardware profile ("h100") or path of a file; ``None``: the one for the device.
+
+    Raises:
+        ValueError: ``bucket`` or ``hardware`` is none of these.
     """
 
-    bucket: bool = True
+    bucket: str | int = "module"
     schedule: bool = True
     memory_budget: int | None = None
+    hardware: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.bucket not in BUCKETS:
+            _bytes(self.bucket)
+        if self.hardware is not None:
+            profile(self.hardware)
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """The size of buckets, if that is what was chosen."""
+        return None if self.bucket in BUCKETS else _bytes(self.bucket)
 
     def digest(self) -> bytes:
-        """Hash of the choices and of the source of all passes: another source means another result."""
-        return hashlib.sha256(repr(astuple(self)).encode() + source_digest(Path(__file__).parent)).digest()
+        """Hash of the choices, what they stand for, and the source of all passes: another source, another result."""
+        machines = profile(self.hardware).digest() if self.hardware else shipped_digest()
+        return hashlib.sha256(repr(astuple(self)).encode() + machines + source_digest(Path(__file__).parent)).digest()
+
+
+BUCKETS = ("module", "none", "auto")
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def _bytes(size: object) -> int:
+    """A size of buckets in bytes.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    parsed = re.fullmatch(rf"(\d+(?:\.\d+)?) *({'|'.join(UNITS)})", size) if isinstance(size, str) else None
+    if parsed is None or float(parsed[1]) * UNITS[parsed[2]] < 1:
+        choices = ", ".join(map(repr, BUCKETS))
+        raise ValueError(f'bucket must be {choices}, or a size in bytes like 25_000_000 or "25MB", not {size!r}')
+    return int(float(parsed[1]) * UNITS[parsed[2]])
 
 
 @cache

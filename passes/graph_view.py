@@ -18,7 +18,7 @@ import hashlib
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,8 @@ class Tag:
 
     Attributes:
         index: position of each of ``params`` in the group.
+        groups: of each of ``params``, in a bucket of several groups, where ``group`` is the first and ``name`` for
+            people; else empty.
         slice: of a slice among fewer ranks: how many, and their process group. A pass adds the placeholder that says
             which slice is this rank's.
     """
@@ -64,6 +66,12 @@ class Tag:
     index: tuple[int, ...]
     phase: str
     slice: tuple[Any, ...] = ()
+    groups: tuple[int, ...] = ()
+
+    @property
+    def parameters(self) -> list[tuple[int, str]]:
+        """Group and name of each parameter."""
+        return list(zip(self.groups or (self.group,) * len(self.params), self.params, strict=True))
 
     def as_meta(self) -> dict[str, Any]:
         """The form that is kept in ``node.meta``."""
@@ -76,7 +84,8 @@ def tag_of(node: Node) -> Tag | None:
     if meta is None:
         return None
     lists = (tuple(meta["params"]), tuple(meta["index"]))
-    return Tag(meta["group"], meta["name"], *lists, meta["phase"], tuple(meta.get("slice", ())))
+    more = (tuple(meta.get("slice", ())), tuple(meta.get("groups", ())))
+    return Tag(meta["group"], meta["name"], *lists, meta["phase"], *more)
 
 
 def set_tag(node: Node, tag: Tag) -> None:
@@ -129,8 +138,10 @@ class Collective:
     def params(self) -> list[GatheredParam]:
         """Of a gather: each parameter that it brings, in order of the outputs."""
         return [
-            GatheredParam(Tag(self.tag.group, self.tag.name, (name,), (index,), self.tag.phase), source, wait)
-            for name, index, source, wait in zip(self.tag.params, self.tag.index, self.inputs, self.waits, strict=True)
+            GatheredParam(Tag(group, self.tag.name, (name,), (index,), self.tag.phase), source, wait)
+            for (group, name), index, source, wait in zip(
+                self.tag.parameters, self.tag.index, self.inputs, self.waits, strict=True
+            )
         ]
 
 
@@ -349,7 +360,7 @@ def _is_new(placeholder: Node) -> bool:
 
 def gathers_repeat(graph: Graph) -> bool:
     """Whether some parameter is gathered more than once, because its module runs more than once."""
-    names = [(gather.tag.group, name) for gather in gathers(graph) for name in gather.tag.params]
+    names = [parameter for gather in gathers(graph) for parameter in gather.tag.parameters]
     return len(names) > len(set(names))
 
 
@@ -363,8 +374,8 @@ def tag_digest(nodes: Iterable[Node]) -> bytes:
     for position, node in enumerate(nodes):
         tag = tag_of(node)
         if tag is not None:
-            group = numbers.setdefault(tag.group, len(numbers))
-            digest.update(repr((position, group, *list(vars(tag).values())[1:])).encode())
+            groups = [numbers.setdefault(group, len(numbers)) for group, _ in ((tag.group, ""), *tag.parameters)]
+            digest.update(repr((position, groups, replace(tag, group=0, groups=()))).encode())
     return digest.digest()
 
 

@@ -155,6 +155,12 @@ def profile(name: str) -> HardwareProfile:
 
 
 @cache
+def shipped_digest() -> bytes:
+    """Hash of all shipped profiles, for keys of compile caches."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SHIPPED.glob("*.toml")))).digest()
+
+
+@cache
 def _shipped(name: str) -> HardwareProfile:
     return HardwareProfile.read(SHIPPED / f"{name}.toml")
 

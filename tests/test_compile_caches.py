@@ -74,7 +74,7 @@ def test_a_second_process_compiles_nothing(tmp_path: Path, backend_name: str) ->
 
 
 def one_bucket_each() -> nn.Module:
-    backend.configure(bucket=False)
+    backend.configure(bucket="none")
     return two_blocks()
 
 

@@ -170,7 +170,8 @@ def test_a_collective_holds_what_it_takes(world: None) -> None:
 
 def test_a_bucket_holds_what_it_takes_to_its_last_wait(world: None) -> None:
     make = GraphMaker()
-    first, second = (make.gather(make.double(make.input()), param) for param in "ab")
+    copies = [emit(make.graph, aten.clone.default, make.input()) for _ in range(2)]
+    first, second = (make.gather(copy, param) for copy, param in zip(copies, "ab", strict=True))
     graph = make.finish(first)
     bucket(graph, PassContext())
     (*_, last) = [node for node in graph.nodes if node.op == "call_function"]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from simulated_ranks import random_inputs, run_on_all_ranks, same_bits
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fsdp_compile.passes import PassContext, bucket
+from fsdp_compile import backend
+from fsdp_compile.passes import PassConfig, PassContext, bucket, profile
 from fsdp_compile.passes.graph_view import (
     ALL_REDUCES,
     GATHERS,
@@ -24,7 +28,7 @@ from fsdp_compile.passes.graph_view import (
     reductions,
     set_tag,
 )
-from fsdp_compile.passes.torch_compat import c10d
+from fsdp_compile.passes.torch_compat import c10d, emit
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -107,7 +111,7 @@ def test_one_alone_stays() -> None:
 
 
 def test_groups_stay_apart() -> None:
-    graph = trace(lambda a, b: (gather(a), gather(b), gather(a + 1), gather(b + 1)), A, B, groups=(0, 1, 0, 1))
+    graph = trace(lambda a, b: (gather(a), gather(b), gather(a.clone()), gather(b.clone())), A, B, groups=(0, 1, 0, 1))
     assert bucketed(graph) == [("p0", "p2"), ("p1", "p3")]
 
 
@@ -201,3 +205,108 @@ def bucketed_over_replicas(make: GraphMaker, *results: Node) -> tuple[list[str],
     assert same_bits(*run_pass(bucket, graph, ranks=4, parts=HSDP))
     packings = graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
     return launches(graph), len(packings)
+
+
+# -- across modules ---------------------------------------------------------------------------------------------------
+
+
+ACROSS = [PassConfig(bucket=200), PassConfig(bucket="1GB"), PassConfig(bucket="auto")]
+
+
+def across(config: PassConfig) -> Callable[[Graph, PassContext], Any]:
+    """The pass with another configuration."""
+    return lambda graph, _: bucket(graph, PassContext(config))
+
+
+def test_buckets_are_filled_to_a_size_in_order_of_use() -> None:
+    """Gathered in order a, b, c and used in order c, a, b; each brings 96 bytes."""
+    make = GraphMaker()
+    a, b, c = (make.gather(make.input(), param, group) for group, param in enumerate("abc"))
+    graph = make.finish(make.double(c), make.double(a), make.double(b))
+    assert same_bits(*run_pass(across(PassConfig(bucket=2 * 96)), graph))
+    assert launches(graph) == ["ac", "b"]
+    (first, second) = gathers(graph)
+    assert first.tag.parameters == [(0, "a"), (2, "c")] and second.tag.parameters == [(1, "b")]
+    assert [param.tag.group for param in first.params] == [0, 2]
+
+
+def test_none_merges_nothing() -> None:
+    graph = trace(lambda a, b: (gather(a), gather(b), reduce(a), reduce(b)), A, B)
+    assert bucket(graph, PassContext(PassConfig(bucket="none"))).changes == 0
+
+
+@pytest.mark.parametrize("config", ACROSS, ids=repr)
+def test_what_groups_need_of_each_other_makes_no_cycle(config: PassConfig) -> None:
+    make = GraphMaker()
+    a, d = make.reduce(make.input(), "a", 0), make.reduce(make.input(), "d", 1)
+    c, b = make.reduce(make.stack(a, a), "c", 2), make.reduce(make.stack(d, d), "b", 3)
+    graph = make.finish(a, b, c, d)
+    assert same_bits(*run_pass(across(config), graph))
+    assert sorted("".join(launches(graph))) == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("config", [PassConfig(), *ACROSS], ids=repr)
+def test_no_compute_is_pulled_before_a_launch(config: PassConfig) -> None:
+    """The second gather takes a product that the first would have to wait for; the third goes with the first."""
+    make = GraphMaker()
+    x = make.input(size=(3, 3))
+    a = make.gather(make.input(), "a")
+    product = emit(make.graph, torch.ops.aten.mm.default, a, x)
+    c = make.gather(product, "c")
+    graph = make.finish(a, c, make.gather(make.input(), "b"))
+    assert same_bits(*run_pass(across(config), graph))
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    first = next(iter(gathers(graph)))
+    assert "c" not in first.tag.params and places[first.start] < places[product]
+
+
+@pytest.mark.parametrize("config", ACROSS, ids=repr)
+def test_all_reduces_go_as_their_reductions(config: PassConfig) -> None:
+    make = GraphMaker()
+    reduced = [make.reduce(make.input(size=(2 + 2 * i, 3)), param, i) for i, param in enumerate("abcd")]
+    results = [make.all_reduce(each, param, i) for i, (each, param) in enumerate(zip(reduced, "abcd", strict=True))]
+    graph = make.finish(*results)
+    assert same_bits(*run_pass(across(config), graph, ranks=4, parts=HSDP))
+    shards, replicas = ([each.tag.params for each in kind(graph)] for kind in (reductions, all_reduces))
+    assert shards == replicas
+
+
+def test_names_of_buckets_across_modules() -> None:
+    make = GraphMaker()
+    graph = make.finish(*(make.reduce(make.input(), param, group) for group, param in enumerate("ab")))
+    bucket(graph, PassContext(PassConfig(bucket="1GB")))
+    (reduction,) = reductions(graph)
+    assert (reduction.tag.name, reduction.tag.groups) == ("root to root", (0, 1))
+
+
+# -- the choice -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bucket", [True, False, None, 0, -5, 1.5, "", "25", "25mb", "-1MB", "0.1B", "group", "25 MBit"]
+)
+def test_a_choice_that_is_none(bucket: Any) -> None:
+    with pytest.raises(ValueError, match="bucket must be 'module', 'none', 'auto', or a size in bytes"):
+        backend.configure(bucket=bucket)
+
+
+def test_a_machine_that_is_unknown() -> None:
+    with pytest.raises(ValueError, match="unknown hardware profile 'h101'"):
+        backend.configure(hardware="h101")
+
+
+def test_sizes_in_words() -> None:
+    sizes = {"25MB": 25_000_000, "1.5 KiB": 1536, "2GB": 2 * 10**9, "7B": 7, "1GiB": 2**30, 12: 12}
+    assert {size: PassConfig(bucket=size).bucket_bytes for size in sizes} == sizes
+    assert [PassConfig(bucket=choice).bucket_bytes for choice in ("module", "none", "auto")] == [None] * 3
+
+
+def test_choices_are_in_the_digest(tmp_path: Path) -> None:
+    """So is what a profile's file holds."""
+    path = tmp_path / "mine.toml"
+    profile("h100").write(path)
+    configs = [PassConfig(), PassConfig(bucket="auto"), PassConfig(bucket=5), PassConfig(hardware="a100")]
+    digests = {config.digest() for config in (*configs, PassConfig(hardware=str(path)))}
+    replace(profile("h100"), kernel_launch=1.0).write(path)
+    digests.add(PassConfig(hardware=str(path)).digest())
+    assert len(digests) == 6

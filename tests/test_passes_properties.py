@@ -115,6 +115,15 @@ def test_graphs_do_not_know_their_rank(tree: Tree) -> None:
         assert tag_digest(left.nodes) == tag_digest(right.nodes)
 
 
+@on_random_trees(examples=8)
+def test_buckets_across_modules(tree: Tree) -> None:
+    graphs = dict(compile_tree(tree))
+    accumulate(graphs["backward before"], PassContext())
+    for choice in (1000, "1GB", "auto"):
+        for before in (graphs["forward before"], graphs["backward before"]):
+            check_buckets_across_modules(before, PassContext(PassConfig(bucket=choice)), tree.world)
+
+
 # -- form -------------------------------------------------------------------------------------------------------------
 
 
@@ -145,7 +154,7 @@ def check_form(graph: Graph) -> None:
 def moved(graph: Graph) -> Counter[Any]:
     """Each parameter that is gathered or reduced, and how often."""
     found = [("gather", each) for each in gathers(graph)] + [("reduce", each) for each in reductions(graph)]
-    return Counter((kind, each.tag.group, name) for kind, each in found for name in each.tag.params)
+    return Counter((kind, *parameter) for kind, each in found for parameter in each.tag.parameters)
 
 
 def check_unchanged(each: Callable[[Graph, PassContext], Any], graph: Graph) -> None:
@@ -193,6 +202,30 @@ def check_schedule(graphs: list[Graph], world: int) -> None:
             inputs = random_inputs(old, world)
             assert same_bits(run_on_all_ranks(old, inputs), run_on_all_ranks(new, inputs))
         assert all(report.changes == 0 for report in schedule(after, context))
+
+
+def check_buckets_across_modules(before: Graph, context: PassContext, world: int) -> None:
+    after = copy_graph(before)
+    bucket(after, context)
+    after.lint()
+    assert moved(before) == moved(after)
+    inputs = random_inputs(before, world)
+    assert same_bits(run_on_all_ranks(before, inputs), run_on_all_ranks(after, inputs))
+    check_unchanged(lambda graph, _: bucket(graph, context), after)
+    for gather in gathers(after):
+        if len(gather.tag.params) > 1:
+            needed = needed_by(gather.start)
+            assert not [node for node in needed if "mm" in str(node.target)], "a launch waits for a matrix product"
+
+
+def needed_by(node: Node) -> dict[Node, None]:
+    found: dict[Node, None] = {}
+    stack = [node]
+    while stack:
+        new = [source for source in stack.pop().all_input_nodes if source not in found]
+        found |= dict.fromkeys(new)
+        stack += new
+    return found
 
 
 def check_accumulate(before: Graph, world: int) -> Graph:

@@ -10,7 +10,7 @@ import torch.nn as nn
 from fake_world import Stages, fake_world, graphs_of, skeletons_of
 from snapshots import assert_snapshot
 
-from fsdp_compile import MixedPrecisionPolicy, fully_shard
+from fsdp_compile import MixedPrecisionPolicy, backend, fully_shard
 from fsdp_compile.models import SIZES, Llama, shard_llama
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -54,3 +54,18 @@ def test_two_blocks(name: str, build: Callable[[], nn.Module]) -> None:
         stages = graphs_of(build(), torch.ones(4, 5))
     shown = ("joint before", "forward after", "backward after")
     assert_snapshot(name, skeletons_of([(stage, graph) for stage, graph in stages if stage in shown]))
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"), [("auto", {"bucket": "auto", "hardware": "h100"}), ("bytes", {"bucket": "100KB"})]
+)
+def test_buckets_across_modules(name: str, choices: dict[str, str]) -> None:
+    before = backend._context.config
+    backend.configure(**choices)
+    try:
+        with fake_world(size=2):
+            stages = graphs_of(shard_llama(Llama(SIZES["debug"])), torch.zeros(2, 16, dtype=torch.long))
+    finally:
+        backend._context.config = before
+    shown = ("forward after", "backward after")
+    assert_snapshot(f"buckets_{name}", skeletons_of([(stage, graph) for stage, graph in stages if stage in shown]))
