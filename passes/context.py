@@ -33,8 +33,9 @@ class PassConfig:
             All but the default may round sums in another way where three ranks and more reduce, as transports add the
             elements of a buffer in an order that depends on where in it they are; gathers never change bits.
         schedule: launch gathers ahead of their use, and let reductions run on; otherwise wait for each at once.
-        memory_budget: peak of live bytes, as ``memory`` counts them, that ``schedule`` may fill; ``None`` for the peak
-            of FSDP2's eager order.
+        memory_budget: peak of live bytes, as ``memory`` counts them, that ``schedule`` may fill; the order of
+            collectives then depends on the sizes of activations, so all ranks must trace equal ones. ``None``: the peak
+            of FSDP2's eager order, and its order of collectives.
         hardware: name of a shipped hardware profile ("h100") or path of a file; ``None``: the one for the device.
 
     Raises:

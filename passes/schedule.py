@@ -12,7 +12,8 @@ three steps, each within the budget of memory:
    gather is launched ahead where there is room.
 2. Each reduction is waited for as late as there is room: before the first node that reads the result, at the end
    otherwise; where an all-reduce follows, before the next reduction is launched.
-3. Each gather is launched as early as there is room, but not ahead of a reduction that is waited for sooner than it.
+3. Each gather is launched as early as there is room, but not ahead of a reduction that is waited for sooner than it;
+   without a budget of the user's, not ahead of any collective that the eager order launches before it.
 
 No step makes any graph slower, whatever it costs, as a process group takes collectives in the order of their launches:
 an earlier launch or a later wait delays nothing by itself; a gather that overtakes a reduction delays it, but when that
@@ -22,13 +23,15 @@ The budget is a peak of live bytes; by default that of the eager order in the sa
 place only; everywhere else there is room to launch earlier. Where the graphs need more than the budget without any
 overlap, nothing is launched early.
 
-Positions depend on the graphs and the budget alone, which are the same on all ranks.
+The room depends on the sizes of activations, and ranks may have traced different ones (sequences of other lengths).
+So by default it decides where between two other collectives one is launched, never which comes first: the order is the
+same on all ranks. A budget of the user's is for ranks that trace equal sizes.
 """
 
 from __future__ import annotations
 
 import operator
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -37,7 +40,7 @@ import torch
 from torch.fx import Graph
 
 from .context import PassContext, Report, Traffic
-from .graph_view import resized_to
+from .graph_view import is_launch, resized_to
 from .memory import MemoryProfile
 from .order import Order, Reduction
 from .torch_compat import real_tensors
@@ -85,7 +88,14 @@ def _choose(orders: Sequence[Order], graphs: Sequence[Graph], budget: int | None
         room.launch_early(room.order.one_ahead())
         room.wait_late()
     for room in _rooms(orders, graphs, peak if budget is None else budget):
-        room.launch_early(_behind_reductions(room.order))
+        room.launch_early(_behind_launches(room.order) if budget is None else _behind_reductions(room.order))
+
+
+def _behind_launches(order: Order) -> list[int]:
+    """For each gather the first position from which on no other collective is launched before it."""
+    launches = [position for position, node in enumerate(order.spine) if is_launch(node)]
+    floors = [0, *(position + 1 for position in launches)]
+    return [floors[bisect_left(launches, gather.at)] for gather in order.gathers]
 
 
 def _behind_reductions(order: Order) -> list[int]:

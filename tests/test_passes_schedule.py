@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from random import Random
 
 import pytest
-from fake_world import fake_world
-from plain_costs import random_costs
+from fake_world import copy_graph, fake_world
+from plain_costs import drawn, random_costs
 from random_graphs import random_pair, reorder
 from schedules import BYTES, long_schedule, schedule
 from torch.fx import Graph
@@ -150,6 +150,22 @@ def test_random_against_the_eager_order(seed: int) -> None:
     eager_order(eager)
     assert MemoryProfile.of(pair).peak <= MemoryProfile.of(eager).peak
     assert simulate(pair, costs).seconds <= simulate(eager, costs).seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_with_other_sizes_launch_in_the_same_order(seed: int) -> None:
+    """By default; only parameters are of the same size on all ranks."""
+    chance = Random(seed)
+    pair = random_pair(seed, modules=chance.randint(3, 12))
+    orders = []
+    for longest in (1, 100):
+        rank = [copy_graph(graph) for graph in pair]
+        for node in (node for graph in rank for node in graph.nodes if "compute" in node.name):
+            rows = 1 + int(longest * drawn(seed, node))
+            node.meta["val"] = node.meta["val"].new_empty(rows, 3)
+        run(*rank)
+        orders.append([[node.name for node in graph.nodes if is_launch(node)] for graph in rank])
+    assert orders[0] == orders[1]
 
 
 def _compute(graph: Graph) -> list[str]:
