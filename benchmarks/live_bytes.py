@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch_compat import late_waits
 
 MEASURED = "measured step"
 LET_GO = 0.02  # seconds in which a thread of the transport drops what it was given
@@ -49,7 +50,8 @@ def live_bytes(prepare: Callable[[], Callable[[], None]], steps: int) -> list[Li
 def _transport_lets_go_first() -> Iterator[None]:
     """Inside, a wait for a collective lasts longer, so that its tensors die in a thread that is profiled.
 
-    A thread of the transport first says that its work is done and then, no longer profiled, drops the tensors.
+    A thread of the transport first says that its work is done and then, no longer profiled, drops the tensors. In a
+    graph the wait itself drops the work, so it is put off.
     """
     original = dist.Work.wait
 
@@ -60,7 +62,8 @@ def _transport_lets_go_first() -> Iterator[None]:
 
     dist.Work.wait = wait  # type: ignore[method-assign]
     try:
-        yield
+        with late_waits(LET_GO):
+            yield
     finally:
         dist.Work.wait = original  # type: ignore[method-assign]
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._dynamo.utils import compilation_time_metrics
 
@@ -27,3 +31,17 @@ def reset_compile_phases() -> None:
 def compile_phases() -> dict[str, float]:
     """Seconds of wall time that each phase of compiling took since the reset; the public form is a printed table."""
     return {name: sum(seconds) for name, seconds in compilation_time_metrics.items()}
+
+
+@contextmanager
+def late_waits(seconds: float) -> Iterator[None]:
+    """Inside, graphs sleep ``seconds`` before each wait for a collective; they call an operator, which has no hooks."""
+    wait = torch.ops._c10d_functional.wait_tensor.default
+
+    def late_wait(tensor: torch.Tensor) -> torch.Tensor:
+        time.sleep(seconds)
+        return wait._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, tensor)
+
+    with torch.library._scoped_library("_c10d_functional", "IMPL") as library:
+        library.impl("wait_tensor", late_wait, "CPU")
+        yield

@@ -26,6 +26,7 @@ from torch.fx import Graph, GraphModule
 
 from . import passes, torch_compat
 from .inductor_order import FxOrder, pinned_after
+from .lowering import Decompositions, lower
 from .passes import PassContext
 
 _context = PassContext()
@@ -49,8 +50,9 @@ def observed(observer: passes.Observer) -> Iterator[list[passes.Report]]:
         _context.observer = outer
 
 
-def run_joint_hook(graph: Graph) -> None:
+def run_joint_hook(graph: Graph, decompositions: Decompositions | None = None) -> None:
     """Run the passes on what AOTAutograd traced, be it a joint graph or one without backward."""
+    lower(graph, decompositions)
     if passes.has_backward(graph):
         passes.run_joint(graph, _context)
     else:
@@ -63,6 +65,7 @@ def partition(
     partitioner: Callable[..., Any], joint: GraphModule, inputs: Sequence[Any], **kwargs: Any
 ) -> tuple[GraphModule, GraphModule]:
     """Split a joint graph, and run the passes on both parts."""
+    lower(joint.graph)
     passes.run_joint(joint.graph, _context)  # again under Inductor, whose own passes may have made unmarked views
     # A module that runs twice gathers twice, with a free in between. Merging the two would hold the parameters so long.
     with torch_compat.no_common_subexpressions() if passes.gathers_repeat(joint.graph) else nullcontext():
@@ -85,7 +88,7 @@ class JointPass(torch_compat.CustomGraphPass):
     """Inductor's hook on what AOTAutograd traced."""
 
     def __call__(self, graph: Graph) -> None:
-        run_joint_hook(graph)
+        run_joint_hook(graph, torch_compat.inductor_decompositions())
 
     def uuid(self) -> bytes:
         return _cache_key()

@@ -1,9 +1,11 @@
-"""The command ``fsdp-compile``: checks, from a shell, what compiling does to a sharded model.
+"""The command ``fsdp-compile``: checks, from a shell, what compiling does to a sharded model, and measures machines.
 
     fsdp-compile parity MODULE:FACTORY --steps 5 --backend fsdp_eager --nproc 2
-    torchrun --nproc-per-node 8 -m fsdp_compile.cli parity MODULE:FACTORY
+    fsdp-compile calibrate machine.toml --nproc 2
+    torchrun --nproc-per-node 8 -m fsdp_compile.cli calibrate machine.toml
 
-Exit codes: 0 equal, 1 different or a rank failed, 2 bad arguments. torchrun itself exits with 1 for either failure.
+Exit codes: 0 equal, or measured; 1 different or a rank failed; 2 bad arguments. torchrun itself exits with 1 for either
+failure.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ import torch.distributed as dist
 
 import fsdp_compile  # noqa: F401  # registers our backends
 
+from .calibrate import MIB, calibrate
 from .local_ranks import RankFailed, UsageError, leave, run_ranks
 from .parity import Factory, FactoryError, compare_training
+from .passes.profile_files import is_file_name
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,7 +45,9 @@ def main() -> None:
     args = parse_arguments()
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     try:
-        check_arguments(args, under_torchrun)
+        args.check(args)
+        if not under_torchrun:
+            check_devices(args.nproc)
         run_under_torchrun(args) if under_torchrun else sys.exit(run_on_local_ranks(args))
     except UsageError as error:
         _fail_alike(str(error))
@@ -57,9 +63,19 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser(prog="fsdp-compile", description="Checks on torch.compile(fully_shard(model)).", allow_abbrev=False)
+    parser = Parser(
+        prog="fsdp-compile",
+        description="Checks on torch.compile(fully_shard(model)), and measurements for its cost model.",
+        allow_abbrev=False,
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    parity = commands.add_parser(
+    _add_parity(commands)
+    _add_calibrate(commands)
+    return parser.parse_args()
+
+
+def _add_parity(commands: Any) -> None:
+    parser = commands.add_parser(
         "parity",
         allow_abbrev=False,
         help="train a model eagerly and compiled, and compare",
@@ -68,7 +84,8 @@ def parse_arguments() -> argparse.Namespace:
         "what the model is called with: a tuple, a dict of keyword arguments or one tensor. Exits with 0 if all is "
         "equal, 1 if not.",
     )
-    add = parity.add_argument
+    parser.set_defaults(check=check_parity, run=run_parity)
+    add = parser.add_argument
     add(
         "factory",
         metavar="MODULE:FACTORY",
@@ -81,7 +98,23 @@ def parse_arguments() -> argparse.Namespace:
     add("--lr", type=not_negative, default=1e-2, help="learning rate of SGD (default: %(default)s)")
     add("--seed", type=at_least(0), default=0, help="of weights, batches and dropout (default: %(default)s)")
     add("--allow-graph-breaks", action="store_true", help="count graph breaks instead of failing at the first")
-    return parser.parse_args()
+
+
+def _add_calibrate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "calibrate",
+        allow_abbrev=False,
+        help="measure this machine, and write a hardware profile",
+        description="Measure matrix products, copies, launches and collectives on all ranks at once, and write a "
+        "hardware profile that the cost model reads. Under torchrun on several nodes, links within and between nodes "
+        "are told apart.",
+    )
+    parser.set_defaults(check=check_calibrate, run=run_calibrate)
+    add = parser.add_argument
+    add("file", metavar="FILE", type=Path, help="to write: .toml or .json")
+    add("--name", help="of the profile (default: that of the file)")
+    add("--nproc", type=at_least(2), default=2, help="ranks to start; torchrun decides itself (default: %(default)s)")
+    add("--largest", type=at_least(1), metavar="MIB", help="of the collectives (default: 16 MiB on CPU, 256 on GPUs)")
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -107,21 +140,43 @@ def not_negative(text: str) -> float:
     return value
 
 
-def check_arguments(args: argparse.Namespace, under_torchrun: bool) -> None:
+def check_parity(args: argparse.Namespace) -> None:
     """Find what is wrong before any rank is started.
 
     Raises:
-        UsageError: an unknown backend, too few devices, or a factory that cannot be found.
+        UsageError: an unknown backend, or a factory that cannot be found.
     """
     known = torch.compiler.list_backends(exclude_tags=())
     if args.backend not in known:
         raise UsageError(f"unknown backend {args.backend!r}; known are {', '.join(known)}")
-    if not under_torchrun and torch.cuda.is_available() and torch.cuda.device_count() < args.nproc:
+    load_factory(args.factory)
+
+
+def check_calibrate(args: argparse.Namespace) -> None:
+    """Likewise.
+
+    Raises:
+        UsageError: the file cannot be written, or there are too few ranks.
+    """
+    if not is_file_name(args.file.name):
+        raise UsageError(f"a hardware profile is a .toml or a .json file, not {args.file.name!r}")
+    if not os.access(args.file.parent, os.W_OK):
+        raise UsageError(f"cannot write to directory {args.file.parent}")
+    if os.environ.get("WORLD_SIZE") == "1":
+        raise UsageError("calibrate measures collectives and needs 2 ranks or more; torchrun started 1")
+
+
+def check_devices(ranks: int) -> None:
+    """Find whether ranks of this machine have a device each, if there are any devices.
+
+    Raises:
+        UsageError: they have not.
+    """
+    if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
         raise UsageError(
-            f"--nproc {args.nproc} needs a CUDA device for each rank, and there are {torch.cuda.device_count()}; "
+            f"--nproc {ranks} needs a CUDA device for each rank, and there are {torch.cuda.device_count()}; "
             "take fewer ranks, or set CUDA_VISIBLE_DEVICES= to use the CPU"
         )
-    load_factory(args.factory)
 
 
 def load_factory(spec: str) -> Factory:
@@ -173,11 +228,11 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def run_under_torchrun(args: argparse.Namespace) -> NoReturn:
-    leave(parity(args, int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))))
+    leave(run_rank(args, int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))))
 
 
 def run_on_local_ranks(args: argparse.Namespace) -> int:
-    """Compare on ``args.nproc`` ranks of this machine; returns the exit code.
+    """Run on ``args.nproc`` ranks of this machine; returns the exit code.
 
     Raises:
         RankFailed: some rank raised or died.
@@ -191,7 +246,7 @@ def run_on_local_ranks(args: argparse.Namespace) -> int:
 def _rank_main(rank: int, world: int, args: argparse.Namespace, directory: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     try:
-        exit_code = parity(args, rank, dist.FileStore(f"{directory}/rendezvous", world))
+        exit_code = run_rank(args, rank, dist.FileStore(f"{directory}/rendezvous", world))
     except FactoryError as error:
         raise UsageError(str(error)) from error
     if rank == 0:
@@ -201,15 +256,22 @@ def _rank_main(rank: int, world: int, args: argparse.Namespace, directory: str) 
 # -- on each rank -----------------------------------------------------------------------------------------------------
 
 
-def parity(args: argparse.Namespace, local_rank: int, store: dist.Store | None = None) -> int:
-    """Compare, print the report on the first rank, and return the exit code, which is the same on all ranks."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def run_rank(args: argparse.Namespace, local_rank: int, store: dist.Store | None = None) -> int:
+    """Run the command with a process group; returns its exit code, which is the same on all ranks."""
     rendezvous: dict[str, Any] = {} if store is None else {"store": store}
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
         rendezvous["device_id"] = torch.device("cuda", local_rank)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, rank=rank, world_size=world, **rendezvous)
+    exit_code = args.run(args)
+    dist.destroy_process_group()
+    return exit_code
+
+
+def run_parity(args: argparse.Namespace) -> int:
+    """Compare, and print the report on the first rank; 0 if it passed."""
     report = compare_training(
         load_factory(args.factory),
         steps=args.steps,
@@ -219,12 +281,20 @@ def parity(args: argparse.Namespace, local_rank: int, store: dist.Store | None =
         seed=args.seed,
     )
     passed = report.bitwise_equal if args.tolerance is None else report.within(args.tolerance)
-    if rank == 0:
+    if dist.get_rank() == 0:
         print(report)
         if args.tolerance is not None:
             print(f"within tolerance {args.tolerance:g}: {'yes' if passed else 'no'}", flush=True)
-    dist.destroy_process_group()
     return 0 if passed else 1
+
+
+def run_calibrate(args: argparse.Namespace) -> int:
+    """Measure, and write the profile on the first rank."""
+    measured = calibrate(args.name or args.file.stem, args.largest and args.largest * MIB)
+    if dist.get_rank() == 0:
+        measured.write(args.file)
+        print(f"{args.file}: profile {measured.name} of {dist.get_world_size()} ranks", flush=True)
+    return 0
 
 
 def _fail_alike(message: str) -> NoReturn:

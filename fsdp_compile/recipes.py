@@ -20,6 +20,9 @@ class Recipe:
         unsharded_place, partial_place: of the leaves of the places where earlier backwards may have set gradients
             aside, before and after they were reduced over the shard ranks; ``None`` if they never do.
         slice_index: of the tensor that says which slice of ``slice`` is this rank's; or ``None``.
+        device, compute_dtype: of the unsharded data.
+        sharded_device, sharded_dtype: of the sharded data.
+        grad_device, grad_dtype: of the gradient that the target gets; ``reduce_dtype`` is that of the communication.
         rows, padding: length of dimension 0 of the unsharded data, and of the padding at its end.
         shard_dim, world: the sharded dimension and the number of shard ranks.
         pre, op, post: see ``reduction.Scaling``.
@@ -34,6 +37,10 @@ class Recipe:
     partial_place: int | None
     slice_index: int | None
     device: torch.device
+    sharded_device: torch.device
+    sharded_dtype: torch.dtype
+    grad_device: torch.device
+    grad_dtype: torch.dtype
     rows: int
     padding: int
     shard_dim: int
@@ -50,6 +57,17 @@ class Recipe:
     all_reduces: bool
     slice: tuple[int, str] | None
 
+    @property
+    def makes_memory(self) -> bool:
+        """Whether the unsharded data has memory of its own; else it is the sharded data."""
+        same = (self.sharded_device, self.sharded_dtype) == (self.device, self.compute_dtype)
+        return self.gather_group is not None or not same
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a collective reduces the gradient."""
+        return self.syncs and bool(self.reduce_group or (self.all_reduces and self.replicate_group))
+
 
 def write_recipes(recipes: Sequence[Recipe]) -> str:
     """All of a group as one text."""
@@ -61,9 +79,10 @@ def read_recipes(text: str) -> list[Recipe]:
     """What ``write_recipes`` wrote."""
     recipes = []
     for parts in json.loads(text):
-        for name in ("compute_dtype", "reduce_dtype"):
+        for name in ("compute_dtype", "reduce_dtype", "sharded_dtype", "grad_dtype"):
             parts[name] = getattr(torch, parts[name].removeprefix("torch."))
-        parts["device"] = torch.device(parts["device"])
+        for name in ("device", "sharded_device", "grad_device"):
+            parts[name] = torch.device(parts[name])
         parts["slice"] = parts["slice"] and tuple(parts["slice"])
         recipes.append(Recipe(**parts))
     return recipes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -390,6 +390,27 @@ def aot_autograd(
 
     compiled = make(fw_compiler=compiler, inference_compiler=inference_compiler, partition_fn=partitioner)
     return compiled(module, inputs)
+
+
+def trace(
+    function: Callable[..., Any], values: Sequence[torch.Tensor | None], decompositions: Mapping[Any, Any]
+) -> GraphModule:
+    """The graph of ``function`` on tensors like ``values``, which are fake; there is no public tracer of operators."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def run(*given: torch.Tensor | None) -> Any:
+        with below_autograd():
+            return function(*given)
+
+    with torch.no_grad():
+        return make_fx(run, decomposition_table=dict(decompositions))(*values)
+
+
+def inductor_decompositions() -> Mapping[Any, Any]:
+    """What Inductor has AOTAutograd replace operators by."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
 
 
 def nodes_of_trace() -> list[Node]:

@@ -120,7 +120,7 @@ class TracedGroup:
         extends = tuple(param.has_extension for param in params)
         distributed = tuple(param.layout.unsharded_spec is not None for param in params)
         names = tuple((name, index) for _, name, index in owners)
-        owned = traced_ops.memory_to_free(recipes, inputs.tensors)
+        owned = traced_ops.memory_to_free(recipes)
         return Written(
             (write_recipes(recipes), names, extends, distributed, owned, fewer is not None),
             inputs.tensors,
@@ -208,7 +208,7 @@ class TracedGroup:
             made, inner = shard.fsdp_post_all_gather(tuple(outputs), metadata, param.compute_dtype)  # type: ignore[attr-defined]
             full = without_padding(made, param.layout)
         if trains[index]:
-            full = traced_ops.with_reduction(recipes, index, tag, self._inputs, full)
+            full = traced_ops.with_reduction(recipes, index, tags, self._inputs, full)
         return full, [*outputs, *inner]
 
     def reshard(self, free: bool, to_fewer: bool) -> bool:

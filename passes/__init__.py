@@ -15,6 +15,8 @@ On the backward graph:
 On the forward graph, the backward graph, and a graph that has no backward:
 
 4. ``bucket``: one gather for each group and run of its module, one reduction for each group.
+5. ``schedule``: gathers launched early, reductions waited for late; on forward and backward together, as they share the
+   memory.
 
 A pass is a function ``(graph, context) -> report``. It changes the graph in place, leaves it lint-clean and in
 topological order, does nothing when run again, and reads tags only (``graph_view``): it serves any graph whose nodes
@@ -22,71 +24,107 @@ are tagged so, whoever traced it. Nothing in here imports the runtime.
 
 Around the passes: ``context`` (what they are told and report), ``graph_view`` (what they read), ``skeleton`` (prints a
 graph's communication for people), ``torch_compat`` (private torch APIs).
+
+How good their result is: ``simulate`` (when everything happens), ``memory`` (what is live, on ``storages``), ``bounds``
+(what no plan can beat: ``time_bound`` and ``memory_bound``, on ``reach``), ``result`` (all of it side by side).
+
+How long a graph takes: ``hardware`` (what a machine can do) with ``alpha_beta`` (collectives) and ``profile_files``;
+``work`` (what each node has to do) with ``data_flow`` and ``fusion``; ``cost_model`` puts the two together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 
 from torch.fx import Graph
 
 from .accumulate import accumulate
+from .bounds import Bounds, bounds
 from .bucket import bucket
 from .context import Observer, PassConfig, PassContext, Report, Traffic, source_digest
-from .graph_view import gathers_repeat, has_backward, tag_digest
+from .cost_model import CostModel, Placement, world_symbol
+from .graph_view import REDUCE, UNSHARD, gathers_repeat, has_backward, tag_digest
+from .hardware import HardwareProfile, Network, profile
 from .keep_slices import keep_slices
+from .memory import MemoryProfile
 from .regather import regather
+from .result import Result, evaluate
+from .schedule import schedule
+from .simulate import Timeline, simulate
 from .skeleton import print_skeleton
+from .torch_compat import copy_node
 
 __all__ = [
+    "REDUCE",
+    "UNSHARD",
+    "Bounds",
+    "MemoryProfile",
+    "CostModel",
+    "HardwareProfile",
+    "Network",
     "Observer",
     "PassConfig",
     "PassContext",
+    "Placement",
     "Report",
+    "Result",
+    "Timeline",
     "Traffic",
     "accumulate",
+    "bounds",
     "bucket",
+    "copy_node",
+    "evaluate",
     "gathers_repeat",
     "has_backward",
     "keep_slices",
     "print_skeleton",
+    "profile",
     "regather",
     "run_inference",
     "run_joint",
     "run_parts",
+    "schedule",
+    "simulate",
     "source_digest",
     "tag_digest",
+    "world_symbol",
 ]
-
-Pass = Callable[[Graph, PassContext], Report]
 
 
 def run_joint(graph: Graph, context: PassContext) -> None:
     """Run the passes on a joint graph of forward and backward."""
-    context.observe("joint before", graph)
-    _run("joint", (regather,), graph, context)
+    _show("before", {"joint": graph}, context)
+    context.reports.append(regather(graph, context))
+    _show("after", {"joint": graph}, context)
 
 
 def run_parts(forward: Graph, backward: Graph, context: PassContext) -> None:
     """Run the passes on the two graphs partitioned from a joint graph."""
-    context.observe("forward before", forward)
-    context.observe("backward before", backward)
+    parts = {"forward": forward, "backward": backward}
+    _show("before", parts, context)
     context.reports.append(keep_slices(forward, backward, context))
-    _run("forward", _bucketing(context), forward, context)
-    _run("backward", (accumulate, *_bucketing(context)), backward, context)
+    context.reports.append(accumulate(backward, context))
+    _plan(parts, context)
 
 
 def run_inference(graph: Graph, context: PassContext) -> None:
     """Run the passes on a graph that has no backward."""
-    context.observe("inference before", graph)
-    _run("inference", (regather, *_bucketing(context)), graph, context)
+    parts = {"inference": graph}
+    _show("before", parts, context)
+    context.reports.append(regather(graph, context))
+    _plan(parts, context)
 
 
-def _bucketing(context: PassContext) -> tuple[Pass, ...]:
-    return (bucket,) if context.config.bucket else ()
+def _plan(parts: Mapping[str, Graph], context: PassContext) -> None:
+    """Run the passes that decide what is moved together, and when."""
+    if context.config.bucket:
+        context.reports.extend(bucket(graph, context) for graph in parts.values())
+    if context.config.schedule:
+        context.reports.extend(schedule([*parts.values()], context))
+    _show("after", parts, context)
 
 
-def _run(stage: str, pipeline: Iterable[Pass], graph: Graph, context: PassContext) -> None:
-    for each in pipeline:
-        context.reports.append(each(graph, context))
-    context.observe(f"{stage} after", graph)
+def _show(when: str, parts: Mapping[str, Graph], context: PassContext) -> None:
+    for name, graph in parts.items():
+        context.observe(f"{name} {when}", graph)

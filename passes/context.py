@@ -21,9 +21,14 @@ class PassConfig:
 
     Attributes:
         bucket: move each group's parameters in one collective; otherwise each parameter travels alone.
+        schedule: launch gathers ahead of their use, and let reductions run on; otherwise wait for each at once.
+        memory_budget: peak of live bytes, as ``memory`` counts them, that ``schedule`` may fill; ``None`` for the peak
+            of FSDP2's eager order.
     """
 
     bucket: bool = True
+    schedule: bool = True
+    memory_budget: int | None = None
 
     def digest(self) -> bytes:
         """Hash of the choices and of the source of all passes: another source means another result."""

@@ -1,7 +1,7 @@
 """Reads from a graph's tags which collectives belong to which parameters.
 
-    placeholder ─ [cast] ─ [pad] ─ START ─ WAIT ─ [slice] ─ uses ... RESIZE(0)          a gather and its free
-    gradient ─ [cast] ─ [pad] ─ START ─ WAIT ─ [START ─ WAIT] ─ [cast] ─ output         a reduction, then an all-reduce
+    placeholder ─ [to device] ─ [cast] ─ START ─ WAIT ─ [slice] ─ uses ... RESIZE(0)         a gather and its free
+    gradient ─ [cast] ─ [pad] ─ START ─ WAIT ─ [START ─ WAIT] ─ [cast] ─ [to host] ─ output  a reduction, an all-reduce
 
     placeholder ─ [cast] ─┐                ┌─ getitem ─ WAIT ─ [slice] ─ uses
     placeholder ─ [cast] ─┴─ START (many) ─┴─ getitem ─ WAIT ─ [slice] ─ uses           a bucket of gathers
@@ -15,19 +15,27 @@ makes in the same way. Nothing here looks at the names or the shapes of nodes.
 from __future__ import annotations
 
 import hashlib
+import math
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
-from .torch_compat import RESIZE, c10d, is_alias
+from .torch_compat import RESIZE, c10d, hint, is_alias, is_functional_collective
 
 GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default)
 REDUCTIONS = (c10d.reduce_scatter_tensor.default,)
 ALL_REDUCES = (c10d.all_reduce.default,)  # of gradients that are reduced over the shard ranks already
 WAIT = c10d.wait_tensor.default
+KINDS = {
+    **dict.fromkeys(GATHERS, "all_gather"),
+    **dict.fromkeys(REDUCTIONS, "reduce_scatter"),
+    **dict.fromkeys(ALL_REDUCES, "all_reduce"),
+}
 
 UNSHARD, RESHARD, REDUCE = "unshard", "reshard", "reduce"  # the phases
 
@@ -36,6 +44,7 @@ COPIES = (
     torch.ops.aten._to_copy.default,
     torch.ops.aten.clone.default,
     torch.ops.prims.convert_element_type.default,
+    torch.ops.prims.device_put.default,
 )
 
 
@@ -178,9 +187,65 @@ def _collectives(graph: Graph, targets: tuple[Any, ...]) -> Iterator[Collective]
                 yield Collective(tag, node)
 
 
+# -- launches, tagged or not ------------------------------------------------------------------------------------------
+
+
+def is_launch(node: Node) -> bool:
+    """Whether the node launches a functional collective."""
+    return is_functional_collective(node) and node.target is not WAIT
+
+
+def waits_of(start: Node) -> list[Node]:
+    """What waits for the launch: a wait for each of its outputs."""
+    outputs = [start, *(user for user in start.users if user.target is operator.getitem)]
+    return [user for output in outputs for user in output.users if user.target is WAIT]
+
+
+def launch_of(wait: Node) -> Node | None:
+    """What is waited for, or ``None`` if this graph does not launch it."""
+    (source,) = wait.all_input_nodes
+    if source.target is operator.getitem:
+        source = source.args[0]  # type: ignore[assignment]
+    return source if is_launch(source) else None
+
+
+def kind_of(start: Node) -> str:
+    """ "all_gather", "reduce_scatter", "all_reduce", or the operator's name."""
+    target: Any = start.target
+    return KINDS.get(target) or target.__name__.split(".")[0]
+
+
+def process_group_of(start: Node) -> str:
+    """Name of the process group; all functional collectives take it as the last that is not optional."""
+    return str(start.kwargs.get("group_name", start.args[-1]))
+
+
+def whole_bytes(start: Node) -> int:
+    """Bytes of the larger side, padding included: what a gather brings, what a reduction takes."""
+    taken = [node.meta["val"] for node in start.all_input_nodes]
+    given = start.meta["val"] if isinstance(start.meta["val"], (list, tuple)) else [start.meta["val"]]
+    return max(sum(map(data_bytes, taken)), sum(map(data_bytes, given)))
+
+
+def data_bytes(value: Any) -> int:
+    """Bytes of a tensor's elements, those that repeat along a dimension (``expand``) once; 0 for what is no tensor."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    dimensions = ((hint(size), hint(stride)) for size, stride in zip(value.shape, value.stride(), strict=True))
+    return math.prod(size if stride else min(size, 1) for size, stride in dimensions) * value.itemsize
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
 def frees(graph: Graph) -> list[Node]:
     """The nodes after which an unsharded parameter holds no data."""
     return [node for node in graph.nodes if node.target is RESIZE and tag_of(node) is not None and node.args[1] == 0]
+
+
+def resized_to(node: Node) -> int | None:
+    """Bytes that the node's input has from there on, if it resizes storage."""
+    return hint(node.args[1]) if node.target is RESIZE else None  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -246,6 +311,40 @@ def made_by(node: Node, phase: str) -> list[Node]:
 def has_backward(graph: Graph) -> bool:
     """Whether this is a joint graph of forward and backward, or a backward graph: it takes gradients of outputs."""
     return any(node.op == "placeholder" and "tangents" in str(node.target) for node in graph.nodes)
+
+
+def outputs_of(graph: Graph) -> list[Node]:
+    """What the graph returns, without what is no node, in order; a node that is returned twice is there twice."""
+    (output,) = graph.find_nodes(op="output")
+    returned: list[Node] = []
+    map_arg(output.args, returned.append)
+    return returned
+
+
+def saved_for_backward(forward: Graph, backward: Graph) -> dict[Node, Node]:
+    """By tensor that ``backward`` takes from ``forward``, the node that ``forward`` returns for it.
+
+    By position, as a pass may have something else saved under an old name: a forward returns its results, then what it
+    saves; a backward takes what was saved, then gradients of the results ("tangents") and the state of random numbers.
+
+    Raises:
+        ValueError: the two are not parts of one joint graph.
+    """
+    taken = [node for node in backward.find_nodes(op="placeholder") if _is_tensor(node) and not _is_new(node)]
+    returned = [node for node in outputs_of(forward) if _is_tensor(node)]
+    given = returned[len(returned) - len(taken) :]
+    shapes = [[[*map(hint, node.meta["val"].shape)] for node in nodes] for nodes in (taken, given)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"the backward graph takes {taken}, but the forward graph ends with {given}")
+    return dict(zip(taken, given, strict=True))
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_new(placeholder: Node) -> bool:
+    return any(name in str(placeholder.target) for name in ("tangents", "bwd_seed", "bwd_base_offset"))
 
 
 def gathers_repeat(graph: Graph) -> bool:

@@ -1,4 +1,4 @@
-"""Prints the communication skeleton of a graph: what is gathered, reduced and freed, and the compute between.
+"""Prints the communication skeleton of a graph: what is moved, gathered, reduced and freed, and the compute between.
 
 The text depends neither on node names nor on process-group names, so it is stable and can be kept as a snapshot.
 """
@@ -8,22 +8,18 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 
+import torch
 from torch.fx import Graph, Node
 
-from .graph_view import ALL_REDUCES, GATHERS, REDUCTIONS, WAIT, Collective, Tag, tag_of
+from .graph_view import COPIES, KINDS, WAIT, Collective, Tag, tag_of
 from .torch_compat import RESIZE, is_alias
 
 DTYPES = {"torch.float32": "f32", "torch.bfloat16": "bf16", "torch.float16": "f16", "torch.float64": "f64"}
 WIDTH = 118
-KINDS = {
-    **dict.fromkeys(GATHERS, "all_gather"),
-    **dict.fromkeys(REDUCTIONS, "reduce_scatter"),
-    **dict.fromkeys(ALL_REDUCES, "all_reduce"),
-}
 
 
 def print_skeleton(graph: Graph) -> str:
-    """One entry for each launch, wait and free, and one for each stretch of other operations between them.
+    """One entry for each copy between devices, launch, wait and free, and one for the other operations between them.
 
     Waits that follow each other share a line, and so do frees of one group.
     """
@@ -68,15 +64,27 @@ def _line(node: Node, numbers: dict[Node, int]) -> tuple[str, str] | None:
         return "  wait", f"#{numbers[start]}{output}" if start in numbers else "for another collective"
     if node.target is RESIZE:
         return (f"  free {_group(tag)}", " ".join(_members(tag))) if tag else ("  free", "untagged")
+    if node.target in COPIES and tag and node.meta["val"].device != node.all_input_nodes[0].meta["val"].device:
+        return _describe_move(node, tag)
     return None
+
+
+def _describe_move(node: Node, tag: Tag) -> tuple[str, str]:
+    value = node.meta["val"]
+    where = "host" if value.device.type == "cpu" else "device"
+    size = f"{_dtype_names([value.dtype])} {value.numel() * value.itemsize} B"
+    return f"to {where}", f"{_group(tag)} {size}: {' '.join(_members(tag))}"
 
 
 def _describe(collective: Collective) -> str:
     tag = collective.tag
-    dtypes = "+".join(dict.fromkeys(DTYPES.get(str(d), str(d).removeprefix("torch.")) for d in collective.dtypes))
     ranks = next((f", {how} ranks" for how in collective.how if isinstance(how, int)), "")
-    size = f"{dtypes} {collective.input_bytes} B in{ranks}"
+    size = f"{_dtype_names(collective.dtypes)} {collective.input_bytes} B in{ranks}"
     return f"{_group(tag)} {size}: {' '.join(_members(tag))}"
+
+
+def _dtype_names(dtypes: list[torch.dtype]) -> str:
+    return "+".join(dict.fromkeys(DTYPES.get(str(dtype), str(dtype).removeprefix("torch.")) for dtype in dtypes))
 
 
 def _group(tag: Tag) -> str:

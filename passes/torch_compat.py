@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import optimization_hint
 from torch.utils.checkpoint import CheckpointPolicy  # the partitioner reads it from a node's meta
 
 # Dynamo records `untyped_storage().resize_(n)` as this operator; it has no public name.
@@ -28,11 +31,76 @@ def is_alias(node: Node) -> bool:
     """Whether the node's result may share memory with an input that it does not write (views, `detach`, ...)."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and is_alias(node.args[0])
-    if not isinstance(node.target, torch._ops.OpOverload):
+    return _returns_alias(node.target)
+
+
+@cache
+def _returns_alias(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
         return False
-    schema = node.target._schema
+    schema = target._schema
     declared = not schema.is_mutable and any(argument.alias_info is not None for argument in schema.arguments)
-    return declared or node.target is UNSAFE_VIEW
+    return declared or target is UNSAFE_VIEW
+
+
+@cache
+def is_mutating(target: Any) -> bool:
+    """Whether an operator writes to an argument."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def shares_memory(node: Node, source: Node) -> bool:
+    """Whether the two results share memory; operators like ``reshape`` copy, but only if they must."""
+    # Public functions compare addresses, which fake tensors do not have.
+    return torch._C._is_alias_of(node.meta["val"], source.meta["val"])  # type: ignore[attr-defined]
+
+
+def as_expression(size: Any) -> tuple[Any, dict[Any, int]]:
+    """A size as an int or in sympy, and which values the symbols in it had in the trace, as far as they had any.
+
+    ``int(size)`` would bind the graph to the size that it was traced with.
+    """
+    if not isinstance(size, torch.SymInt):
+        return size, {}
+    expression = size.node.expr
+    traced = size.node.shape_env.backed_var_to_val
+    return expression, {symbol: int(traced[symbol]) for symbol in expression.free_symbols if symbol in traced}
+
+
+def shared_inputs(node: Node) -> list[Node]:
+    """The inputs whose memory the node's results are in, written or not; schemas tell, but for two operators."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    if node.target in (UNSAFE_VIEW, c10d.wait_tensor.default):
+        return node.all_input_nodes
+    shared: list[Node] = []
+    for index, name in _shared_arguments(node.target):
+        torch.fx.node.map_arg(node.args[index] if index < len(node.args) else node.kwargs.get(name), shared.append)
+    return shared
+
+
+@cache
+def _shared_arguments(target: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    """Position and name of the arguments whose memory the results are in."""
+    schema = target._schema
+    returned = {name for result in schema.returns if result.alias_info for name in result.alias_info.before_set}
+    return [
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info
+        # Where views come in a list, only the argument's side of the schema says so.
+        and (not schema.is_mutable or returned.intersection(argument.alias_info.before_set))
+    ]
+
+
+def is_functional_collective(node: Node) -> bool:
+    """Whether the node launches a functional collective or waits for one; their namespace has no public name."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """The size as traced; unlike ``int``, adds no guard to a dynamic one."""
+    return optimization_hint(size)
 
 
 def mark_regather(node: Node) -> None:
@@ -68,6 +136,32 @@ def emit(graph: Graph, target: Callable[..., Any], *args: Any) -> Node:
     with fake_mode_of(values):
         node.meta["val"] = target(*values)
     return node
+
+
+def copy_node(graph: Graph, node: Node, copies: Mapping[Node, Node | None]) -> Node:
+    """Add a call like ``node`` of another graph, whose arguments ``copies`` replaces.
+
+    Its fake result is a new tensor. Running the operator for it is slow, so that is done for views only.
+    """
+    take = copies.__getitem__
+    args, kwargs = (torch.fx.node.map_arg(arguments, take) for arguments in (node.args, node.kwargs))
+    copy = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+    value = node.meta["val"]
+    if is_alias(node) or not isinstance(value, torch.Tensor):
+        values, named = (torch.fx.node.map_arg(arguments, lambda n: n.meta["val"]) for arguments in (args, kwargs))
+        with fake_mode_of(values):
+            copy.meta["val"] = node.target(*values, **named)  # type: ignore[operator, arg-type]
+    else:
+        with fake_mode_of(value):
+            copy.meta["val"] = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+    return copy
+
+
+def real_tensors() -> AbstractContextManager[Any]:
+    """Inside, tensors that a pass reckons with are real, though it runs while a compiler works with fake ones."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
 
 
 def fake_mode_of(values: Any) -> Any:

@@ -75,6 +75,13 @@ class GraphMaker:
         set_tag(node, Tag(group, "", (param,), (ord(param) - ord("a"),), "reduce"))
         return node
 
+    def made_up(self, name: str, size: tuple[int, ...], *sources: Node) -> Node:
+        """Compute that is never run, so that it may make a result of any size of whatever it reads."""
+        node = self.graph.create_node("call_function", aten.cat.default, (list(sources),), name=name)
+        with self.mode:
+            node.meta["val"] = torch.empty(size)
+        return node
+
     def add(self, left: Node, right: Node) -> Node:
         return emit(self.graph, aten.add.Tensor, left, right)
 

@@ -58,6 +58,11 @@ def offloaded(model):
     return shard(model, fully_shard, offload_policy=CPUOffloadPolicy())
 
 
+def offloaded_bf16(model):
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    return shard(model, fully_shard, mesh=mesh_2d(), mp_policy=mixed, offload_policy=CPUOffloadPolicy())
+
+
 FEATURES = [
     hsdp,
     hsdp_bf16,
@@ -69,6 +74,7 @@ FEATURES = [
     int8,
     int8_kept,
     offloaded,
+    offloaded_bf16,
 ]
 
 

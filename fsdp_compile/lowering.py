@@ -1,0 +1,123 @@
+"""Writes the transitions of a group, which AOTAutograd traced as one operator each, out into those of each parameter.
+
+    shards ─ UNSHARD ─ getitem ─ uses          ->    shard ─ cast ─ gather ─ wait ─ uses             for each parameter
+    gradients ─ REDUCE ─ getitem ─ output      ->    gradient ─ cast ─ reduce ─ wait ─ cast ─ output
+
+The nodes are those that tracing ``transitions`` of a parameter gives. That is done once for each kind of parameter and
+not for each parameter: the layers of a model are alike, and tracing an operator costs a hundred times what copying its
+node does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from . import passes, torch_compat, transitions
+from .group_ops import REDUCE, UNSHARD
+from .recipes import Recipe, read_recipes
+
+Decompositions = Mapping[Any, Callable[..., Any]]
+
+
+def lower(graph: Graph, decompositions: Decompositions | None = None) -> None:
+    """Write out all group operators of ``graph``.
+
+    Args:
+        graph: joint graph of forward and backward, or one without backward.
+        decompositions: for operators that the compiler wants replaced; it has done so in the rest of the graph.
+    """
+    templates: dict[Hashable, GraphModule] = {}
+    found = [node for node in graph.nodes if node.target in (UNSHARD, REDUCE)]
+    for node in found:
+        results = [
+            _paste(graph, _template(templates, step, decompositions or {}), step)
+            for step in (_unshards(node) if node.target is UNSHARD else _reductions(node))
+        ]
+        for item in list(node.users):
+            item.replace_all_uses_with(results[item.args[1]])  # type: ignore[index]
+            graph.erase_node(item)
+        graph.erase_node(node)
+    if found:
+        graph.lint()
+
+
+class Step:
+    """One parameter's part of a group operator.
+
+    Attributes:
+        run: what is traced of it.
+        inputs: nodes that ``run`` takes after the recipe; ``None`` where there is none.
+        meta: what its nodes carry.
+        first: whether to write it as early as ``inputs`` allow, rather than where the operator is.
+    """
+
+    def __init__(self, node: Node, position: int, phase: str, inputs: list[Node | None]) -> None:
+        recipes, tags, which = node.args[-3:]
+        self.recipe = read_recipes(recipes)[which[position]]  # type: ignore[arg-type, index]
+        self.phase, self.inputs, self.operator = phase, inputs, node
+        self.run = transitions.all_gather if node.target is UNSHARD else transitions.reduce
+        tag = json.loads(tags[which[position]])  # type: ignore[arg-type, index]
+        custom = {**node.meta.get("custom", {}), "fsdp": {**tag, "phase": phase}}
+        self.meta = {**{name: value for name, value in node.meta.items() if name != "val"}, "custom": custom}
+
+    @property
+    def before(self) -> Node:
+        """Where its nodes go: a gather where the operator is; a reduction as soon as its gradient is there."""
+        if self.phase == passes.UNSHARD:
+            return self.operator
+        after = max(node for node in self.inputs if node is not None).next
+        while after.op == "placeholder":
+            after = after.next
+        return after
+
+
+def _unshards(node: Node) -> Iterator[Step]:
+    for position, shard in enumerate(node.args[0]):  # type: ignore[arg-type]
+        yield Step(node, position, passes.UNSHARD, [shard])  # type: ignore[list-item]
+
+
+def _reductions(node: Node) -> Iterator[Step]:
+    for position, inputs in enumerate(zip(*node.args[:3], strict=True)):  # type: ignore[arg-type]
+        yield Step(node, position, passes.REDUCE, list(inputs))
+
+
+def _template(known: dict[Hashable, GraphModule], step: Step, decompositions: Decompositions) -> GraphModule:
+    """The graph of ``step``, shared by all that are alike."""
+    values = [None if node is None else node.meta["val"] for node in step.inputs]
+    key = (step.run, _without_positions(step.recipe), tuple(value is not None and _like(value) for value in values))
+    if key not in known:
+        known[key] = torch_compat.trace(lambda *tensors: step.run(step.recipe, *tensors), values, decompositions)
+    return known[key]
+
+
+def _without_positions(recipe: Recipe) -> Recipe:
+    return replace(recipe, data=0, target=None, unsharded_place=None, partial_place=None, slice_index=None)
+
+
+def _like(value: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(value.size()), tuple(value.stride()), value.dtype, value.device
+
+
+def _paste(graph: Graph, template: GraphModule, step: Step) -> Node:
+    """Copy the nodes of ``template`` into ``graph``; what they result in."""
+    given = iter(step.inputs)
+    copies: dict[Node, Node | None] = {}
+    with graph.inserting_before(step.before):
+        for node in template.graph.nodes:
+            if node.op == "placeholder":
+                copies[node] = next(given)
+            elif node.op == "call_function":
+                copy = passes.copy_node(graph, node, copies)
+                copy.meta.update(step.meta)
+                copies[node] = copy
+            else:
+                (result,) = node.args
+    copied = copies[result]
+    assert copied is not None
+    return copied

@@ -1,0 +1,135 @@
+"""Where ``schedule`` puts launches and waits: worked out by hand for small graphs, and what holds for random ones.
+
+Schedules are written as in ``schedules``: "a" launches a gather, "/a" waits for it, "A=1" computes with it, "-A" and
+"/-A" launch and wait for the reduction of what A computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from fake_world import fake_world
+from plain_costs import random_costs
+from random_graphs import random_pair, reorder
+from schedules import BYTES, long_schedule, schedule
+from torch.fx import Graph
+
+from fsdp_compile.passes import MemoryProfile, PassConfig, PassContext, simulate
+from fsdp_compile.passes import schedule as schedule_pass
+from fsdp_compile.passes.graph_view import WAIT, is_launch, kind_of, launch_of, tag_of
+
+PLENTY = 1 << 40
+SHARD = BYTES // 2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def world() -> Iterator[None]:
+    with fake_world(size=2):
+        yield
+
+
+def run(*graphs: Graph, budget: int | None = None) -> int:
+    """Run the pass; how many nodes moved."""
+    return sum(each.changes for each in schedule_pass(graphs, PassContext(PassConfig(memory_budget=budget))))
+
+
+def written(graph: Graph) -> str:
+    """The order of a graph, as ``schedules`` writes it."""
+    words = []
+    for node in graph.nodes:
+        start = launch_of(node) if node.target is WAIT else node
+        if start is not None and is_launch(start):
+            letter = tag_of(start).name
+            word = letter if kind_of(start) == "all_gather" else f"-{letter.upper()}"
+            words.append(f"/{word}" if node.target is WAIT else word)
+        elif node.op == "call_function":
+            words.append(node.name.replace("_", "="))
+    return " ".join(words)
+
+
+def scheduled(text: str, budget: int | None = None, name: str = "batch") -> str:
+    graph = schedule(text, name)
+    run(graph, budget=budget)
+    return written(graph)
+
+
+def test_all_memory_of_the_world() -> None:
+    assert scheduled("a /a A=1 b /b B=1 c /c C=1", PLENTY) == "a b c /a A=1 /b B=1 /c C=1"
+
+
+def test_no_memory_to_spare() -> None:
+    text = "a /a A=1 b /b B=1 c /c C=1"
+    assert scheduled(text, 0) == text
+
+
+def test_the_peak_of_the_eager_order_by_default() -> None:
+    """At the first there is room for one more, because nothing has been computed yet."""
+    text = "a /a A=1 b /b B=1 c /c C=1 d /d D=1"
+    assert scheduled(text) == "a b c /a A=1 /b B=1 d /c C=1 /d D=1"
+
+
+def test_waits_stand_before_what_reads() -> None:
+    """Not where they were traced; and gathers are launched in the order of their use."""
+    assert scheduled("b /b a /a A=1 B=1", PLENTY) == "a b /a A=1 /b B=1"
+
+
+def test_reductions_run_on() -> None:
+    text = "C=1 -C /-C B=1 -B /-B A=1 -A /-A"
+    assert scheduled(text, PLENTY, "tangents") == "C=1 -C B=1 -B A=1 -A /-C /-B /-A"
+    assert scheduled(text, 0, "tangents") == text
+
+
+def test_a_reduction_is_waited_for_when_its_gradient_takes_up_too_much() -> None:
+    """Until then it is in use."""
+    text = "C=1 -C /-C B=1 -B /-B A=1 -A /-A"
+    peak = MemoryProfile.of([schedule(text, "tangents")]).peak
+    assert scheduled(text, peak + 2 * BYTES, "tangents") == "C=1 -C /-C B=1 -B A=1 -A /-B /-A"
+
+
+def test_launches_wait_for_reductions_that_hold_memory() -> None:
+    text = "c /c C=1 -C /-C b /b B=1 -B /-B a /a A=1 -A /-A"
+    peak = MemoryProfile.of([schedule(text, "tangents")]).peak
+    for extra in (0, BYTES, 2 * BYTES, 3 * BYTES):
+        graph = schedule(text, "tangents")
+        run(graph, budget=peak + extra)
+        assert MemoryProfile.of([graph]).peak <= peak + extra
+
+
+def test_forward_and_backward_share_the_budget() -> None:
+    """Where the backward needs more, there is room in the forward."""
+    forward, backward = schedule("a /a A=1 b /b B=1 c /c C=1", saves=True), long_schedule(modules=3, compute=2)
+    run(forward, backward)
+    alone = schedule("a /a A=1 b /b B=1 c /c C=1", saves=True)
+    run(alone)
+    assert MemoryProfile.of([forward, backward]).peak >= MemoryProfile.of([alone]).peak
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random(seed: int) -> None:
+    chance = Random(seed)
+    pair = random_pair(seed, modules=chance.randint(1, 12))
+    costs = random_costs(seed, chance)
+    if chance.random() < 0.5:
+        for graph in pair:
+            reorder(graph, chance, compute_stays=True)
+    compute = [_compute(graph) for graph in pair]
+    run(*pair, budget=0)
+    least, slowest = MemoryProfile.of(pair).peak, simulate(pair, costs).seconds
+    for budget in (least, int(1.2 * least), 2 * least, PLENTY):
+        run(*pair, budget=budget)
+        assert [_compute(graph) for graph in pair] == compute
+        assert MemoryProfile.of(pair).peak <= budget
+        assert simulate(pair, costs).seconds <= slowest * (1 + 1e-9)
+        assert run(*pair, budget=budget) == 0
+
+
+def _compute(graph: Graph) -> list[str]:
+    return [node.name for node in graph.nodes if node.op == "call_function" and tag_of(node) is None]
+
+
+def test_time_is_linear() -> None:
+    """Not of the clock: moves between positions are counted in slices of an array."""
+    graph = long_schedule(modules=200, compute=40)
+    assert run(graph, budget=PLENTY) > 0
