@@ -81,6 +81,7 @@ def test_compute_that_needs_no_gather_fills_the_time() -> None:
     graph = make.finish()
     assert time_bound(graph, COSTS) == 3 + 2
     assert time_bound(graph, COSTS, in_order=True) == 3 + 2 + 3 == simulate([graph], COSTS).seconds
+    assert [bounds([graph], COSTS, in_order).time_step for in_order in (False, True)] == [5, 8]
 
 
 def test_compute_that_no_gradient_needs_may_come_last() -> None:
