@@ -68,10 +68,9 @@ class _Needs:
     ) -> None:
         self._graph, self._storages, self._resized = graph, storages, resized
         found = [storage for storage in existing if storage not in resized]
-        read = {storage for node in graph.nodes for storage in storages.read_by(node)}
         inputs, results = self._shown(graph.find_nodes(op="placeholder")), self._shown(outputs_of(graph))
         self._kept = {s: s.bytes for s in found if s in storages.kept}
-        self._saved = {s: inputs[s] for s in found if s in read and s in inputs and s not in storages.kept}
+        self._saved = {s: inputs[s] for s in found if s in inputs and s not in storages.kept}
         self._results = {s: size for s, size in results.items() if s not in existing and s not in resized}
 
     def most(self) -> int:

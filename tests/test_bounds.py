@@ -81,6 +81,7 @@ def test_compute_that_needs_no_gather_fills_the_time() -> None:
     graph = make.finish()
     assert time_bound(graph, COSTS) == 3 + 2
     assert time_bound(graph, COSTS, in_order=True) == 3 + 2 + 3 == simulate([graph], COSTS).seconds
+    assert [bounds([graph], COSTS, in_order).time_step for in_order in (False, True)] == [5, 8]
 
 
 def test_compute_that_no_gradient_needs_may_come_last() -> None:
@@ -141,14 +142,14 @@ def test_all_that_a_reduction_needs_comes_before() -> None:
 
 
 # lanes      aaa  ooo
-# compute    ...AA...BB
+# compute    ...AA...BBBBCCCC
 def test_a_path_over_lanes() -> None:
     make = GraphMaker()
     first = make.made_up("A=2", (4, 3), make.gather(make.input(), "a"))
     of_others = make.gather(first, "o", name="another group")
     of_others.all_input_nodes[0].meta.pop("custom")
-    graph = make.finish(make.made_up("B=2", (8, 3), of_others))
-    assert time_bound(graph, COSTS) == 3 + 2 + 3 + 2
+    graph = make.finish(*(make.made_up(f"{name}=4", (8, 3), of_others) for name in "BC"))
+    assert time_bound(graph, COSTS) == 3 + 2 + 3 + 8
 
 
 def test_copies_around_collectives_do_not_count() -> None:
@@ -241,7 +242,7 @@ def test_copies_that_transitions_make_do_not_count() -> None:
 def test_two_views_of_a_parameter_are_one() -> None:
     make = GraphMaker()
     rows = emit(make.graph, torch.ops.aten.slice.Tensor, make.gather(make.input(), "a"), 0, 0, 5)
-    graph = make.finish(make.made_up("A", (8, 3), rows, emit(make.graph, torch.ops.aten.t.default, rows)), rows)
+    graph = make.finish(make.made_up("A", (8, 3), rows, emit(make.graph, torch.ops.aten.t.default, rows)))
     assert memory_bound([graph]) == 4 * 3 * 4 + 5 * 3 * 4 + BYTES
 
 
@@ -251,6 +252,22 @@ def test_parts_of_what_was_reduced_are_several() -> None:
     graph = make.finish(*reduced, make.made_up("B", (16, 3), reduced[0]))
     bucket(graph, PassContext())
     assert memory_bound([graph]) == (1 / 2 + 1 / 2 + 2) * BYTES
+
+
+def test_what_is_returned_twice_is_one() -> None:
+    make = GraphMaker()
+    reduced = make.reduce(make.input(name="tangents_1", size=(8, 3)), "a")
+    made = make.made_up("B", (16, 3), reduced)
+    graph = make.finish(reduced, emit(make.graph, torch.ops.aten.view.default, reduced, [12]), made)
+    assert memory_bound([graph]) == (1 / 2 + 2) * BYTES
+
+
+def test_all_that_is_saved_is_there_at_the_start() -> None:
+    make = GraphMaker()
+    saved = [make.input(size=(8, 3), name=name) for name in ("saved_1", "saved_2")]
+    tangent = make.input(size=(1, 3), name="tangents_1")
+    graph = make.finish(*(make.made_up("A", (1, 3), each, tangent) for each in saved))
+    assert memory_bound([graph]) == (1 + 1 + 1 / 8) * BYTES
 
 
 def test_of_a_collective_the_larger_side_counts() -> None:
