@@ -45,12 +45,13 @@ from .memory import MemoryProfile
 from .torch_compat import is_alias, real_tensors
 
 
-def schedule(graphs: Sequence[Graph], context: PassContext) -> list[Report]:
+def schedule(graphs: Sequence[Graph], context: PassContext, default_budget: int | None = None) -> list[Report]:
     """Order the collectives of a forward and its backward, or of one graph.
 
     Args:
         graphs: in the order in which they run, after ``bucket``.
         context: shared by the passes; its configuration may set the budget.
+        default_budget: where it does not; ``None``: the peak of the eager order of the buckets that the graphs have.
 
     Returns:
         A report for each graph; a change is a node that stands elsewhere than before.
@@ -58,7 +59,10 @@ def schedule(graphs: Sequence[Graph], context: PassContext) -> list[Report]:
     before = [(Traffic.of(graph), list(graph.nodes)) for graph in graphs]
     orders = [Order.of(graph) for graph in graphs]
     with real_tensors():
-        _choose(orders, graphs, context.config.memory_budget)
+        _measure(orders, graphs)
+        given = (context.config.memory_budget, default_budget)
+        budget = next((each for each in given if each is not None), None)
+        _choose(orders, max(order.eager_peak() for order in orders) if budget is None else budget)
     for order, graph in zip(orders, graphs, strict=True):
         order.write(graph)
         graph.lint()
@@ -68,10 +72,15 @@ def schedule(graphs: Sequence[Graph], context: PassContext) -> list[Report]:
     ]
 
 
-def _choose(orders: Sequence[Order], graphs: Sequence[Graph], budget: int | None) -> None:
-    _measure(orders, graphs)
-    if budget is None:
-        budget = max(order.eager_peak() for order in orders)
+def eager_peak(graphs: Sequence[Graph]) -> int:
+    """The peak of live bytes of FSDP2's eager order, for graphs with one bucket for each module; reorders them."""
+    orders = [Order.of(graph) for graph in graphs]
+    with real_tensors():
+        _measure(orders, graphs)
+        return max(order.eager_peak() for order in orders)
+
+
+def _choose(orders: Sequence[Order], budget: int) -> None:
     for order in orders:
         order.launch_early(budget)
         order.wait_late(budget)
