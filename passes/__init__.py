@@ -14,7 +14,8 @@ On the backward graph:
 
 On the forward graph, the backward graph, and a graph that has no backward:
 
-4. ``bucket``: one gather for each group and run of its module, one reduction for each group.
+4. ``bucket``: one gather for each group and run of its module, one reduction for each group; or across groups, as
+   ``bucket_choice`` says: by size, or by ``bucket_plan`` on what ``bucket_load`` reads and the costs of a ``machine``.
 5. ``schedule``: gathers launched early, reductions waited for late; on forward and backward together, as they share the
    memory.
 
@@ -35,7 +36,8 @@ How long a graph takes: ``hardware`` (what a machine can do) with ``alpha_beta``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch.fx import Graph
 
@@ -51,10 +53,10 @@ from .keep_slices import keep_slices
 from .memory import MemoryProfile
 from .regather import regather
 from .result import Result, evaluate
-from .schedule import schedule
+from .schedule import eager_peak, schedule
 from .simulate import Timeline, simulate
 from .skeleton import print_skeleton
-from .torch_compat import copy_node
+from .torch_compat import copy_graph, copy_node
 
 __all__ = [
     "REDUCE",
@@ -121,10 +123,21 @@ def run_inference(graph: Graph, context: PassContext) -> None:
 
 def _plan(parts: Mapping[str, Graph], context: PassContext) -> None:
     """Run the passes that decide what is moved together, and when."""
+    budget = None if context.config.bucket == "module" else _eager_peak([*parts.values()], context)
     context.reports.extend(bucket(graph, context) for graph in parts.values())
     if context.config.schedule:
-        context.reports.extend(schedule([*parts.values()], context))
+        context.reports.extend(schedule([*parts.values()], context, budget))
     _show("after", parts, context)
+
+
+def _eager_peak(graphs: Sequence[Graph], context: PassContext) -> int | None:
+    """What the order of FSDP2 takes, in its own buckets, where others are chosen; ``None`` if nothing depends on it."""
+    if context.config.memory_budget is not None or not context.config.schedule:
+        return None
+    copies = [copy_graph(graph) for graph in graphs]
+    for copy in copies:
+        bucket(copy, PassContext(replace(context.config, bucket="module")))
+    return eager_peak(copies)
 
 
 def _show(when: str, parts: Mapping[str, Graph], context: PassContext) -> None:

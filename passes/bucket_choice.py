@@ -63,18 +63,20 @@ def _automatic(graph: Graph, config: PassConfig) -> Chosen:
     costs = cost_model((member for members in together for member in members), config.hardware)
     with real_tensors():
         times, end = clock(graph, costs)
+        lines = [shared_line(members, together, costs) for members in together]
         more = _more_room(graph, config.memory_budget)
         plans = [
-            (fastest_gathers if kind_of(members[0].start) == "all_gather" else fastest_reductions)(
-                load_of(members, times, end), shared_line(members, together, costs), eager_room(members) + more
-            )
-            for members in together
+            fastest_gathers(load_of(members, times, end), line, eager_room(members) + more)
+            if kind_of(members[0].start) == "all_gather"
+            # They queue behind the gathers of a lane, which their plan knows nothing of: never late, hence never large.
+            else fastest_reductions(load_of(members, times, end), line, eager_room(members))
+            for members, line in zip(together, lines, strict=True)
         ]
     yield from zip(together, plans, strict=True)
 
 
 def _more_room(graph: Graph, budget: int | None) -> int:
-    """Bytes of the budget that the graph does not need; the default budget is what eager has, which leaves none."""
+    """Bytes of the budget that the graph does not need for anything else; the default one is as much as eager has."""
     return max(0, budget - MemoryProfile.of([graph]).peak) if budget is not None else 0
 
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -45,21 +45,28 @@ from .memory import MemoryProfile
 from .order import Order, Reduction
 from .torch_compat import real_tensors
 
+Floors = Callable[[Order], list[int]]  # by gather, the first position at which it may be launched
 
-def schedule(graphs: Sequence[Graph], context: PassContext) -> list[Report]:
+
+def schedule(graphs: Sequence[Graph], context: PassContext, default_budget: int | None = None) -> list[Report]:
     """Order the collectives of a forward and its backward, or of one graph.
 
     Args:
         graphs: in the order in which they run, after ``bucket``.
         context: shared by the passes; its configuration may set the budget.
+        default_budget: where it does not; ``None``: the peak of the eager order of the buckets that the graphs have.
 
     Returns:
         A report for each graph; a change is a node that stands elsewhere than before.
     """
     before = [(Traffic.of(graph), list(graph.nodes)) for graph in graphs]
     orders = [Order.of(graph) for graph in graphs]
+    wanted = context.config.memory_budget
     with real_tensors():
-        _choose(orders, graphs, context.config.memory_budget)
+        if wanted is None:
+            _choose(orders, graphs, default_budget, _behind_launches)
+        else:
+            _choose(orders, graphs, wanted, _behind_reductions)
     for order, graph in zip(orders, graphs, strict=True):
         order.write(graph)
         graph.lint()
@@ -77,7 +84,13 @@ def eager_order(graphs: Sequence[Graph]) -> None:
         order.write(graph)
 
 
-def _choose(orders: Sequence[Order], graphs: Sequence[Graph], budget: int | None) -> None:
+def eager_peak(graphs: Sequence[Graph]) -> int:
+    """The peak of live bytes of FSDP2's eager order, for graphs with one bucket for each module; reorders them."""
+    eager_order(graphs)
+    return MemoryProfile.of(graphs).peak
+
+
+def _choose(orders: Sequence[Order], graphs: Sequence[Graph], budget: int | None, floors: Floors) -> None:
     for order in orders:
         order.like_eager()
     peak = _profile(orders, graphs).peak
@@ -88,7 +101,7 @@ def _choose(orders: Sequence[Order], graphs: Sequence[Graph], budget: int | None
         room.launch_early(room.order.one_ahead())
         room.wait_late()
     for room in _rooms(orders, graphs, peak if budget is None else budget):
-        room.launch_early(_behind_launches(room.order) if budget is None else _behind_reductions(room.order))
+        room.launch_early(floors(room.order))
 
 
 def _behind_launches(order: Order) -> list[int]:

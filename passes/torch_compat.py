@@ -138,6 +138,15 @@ def emit(graph: Graph, target: Callable[..., Any], *args: Any) -> Node:
     return node
 
 
+def copy_graph(graph: Graph) -> Graph:
+    """A copy with its own nodes; their fake results are shared. ``graph_copy`` alone leaves out the output node."""
+    copied = Graph()
+    output = copied.graph_copy(graph, {}, return_output_node=True)
+    assert isinstance(output, tuple)
+    copied.output(output[0]).meta = {**output[1].meta}
+    return copied
+
+
 def copy_node(graph: Graph, node: Node, copies: Mapping[Node, Node | None]) -> Node:
     """Add a call like ``node`` of another graph, whose arguments ``copies`` replaces.
 
