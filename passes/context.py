@@ -28,7 +28,8 @@ class PassConfig:
             - "none": each alone.
             - a number of bytes, or a text like "25MB": across modules in order of use, until a bucket is so large.
               Counted is the whole: what a gather brings, what a reduction takes; 1 MB is a million bytes, 1 MiB 2**20.
-            - "auto": across modules, as is fastest by the cost model on ``hardware``; ``bucket_plan`` says how.
+            - "auto": across modules, as is fastest by the cost model on ``hardware``; ``bucket_plan`` says how. It goes
+              by the time that compute takes, so all ranks must trace tensors of equal sizes.
 
             All but the default may round sums in another way where three ranks and more reduce, as transports add the
             elements of a buffer in an order that depends on where in it they are; gathers never change bits.
