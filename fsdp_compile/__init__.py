@@ -1,6 +1,6 @@
 """FSDP2-style sharding whose state machine ``torch.compile`` can trace."""
 
-from . import backend as _backend  # registers the backends "fsdp" and "fsdp_eager"
+from .backend import configure  # the module also registers the backends "fsdp" and "fsdp_eager"
 from .communication import AllGather, Comm, ReduceScatter
 from .explain import Explanation, ModuleRun, explain, set_strict
 from .fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
@@ -30,11 +30,10 @@ __all__ = [
     "ShardPlacementResult",
     "ShardedState",
     "UnshardHandle",
+    "configure",
     "explain",
     "fully_shard",
     "register_fsdp_forward_method",
     "set_strict",
     "share_comm_ctx",
 ]
-
-del _backend
