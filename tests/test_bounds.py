@@ -141,15 +141,16 @@ def test_all_that_a_reduction_needs_comes_before() -> None:
     assert time_bound(graph, free_stack) == 8 + 40
 
 
-# lanes      aaa  ooo
+# lanes      aaa  oooppp
 # compute    ...AA...BBBBCCCC
 def test_a_path_over_lanes() -> None:
     make = GraphMaker()
     first = make.made_up("A=2", (4, 3), make.gather(make.input(), "a"))
-    of_others = make.gather(first, "o", name="another group")
-    of_others.all_input_nodes[0].meta.pop("custom")
-    graph = make.finish(*(make.made_up(f"{name}=4", (8, 3), of_others) for name in "BC"))
-    assert time_bound(graph, COSTS) == 3 + 2 + 3 + 8
+    of_others = [make.gather(first, param, name="another group") for param in "op"]
+    for wait in of_others:
+        wait.all_input_nodes[0].meta.pop("custom")
+    made = [make.made_up(f"{name}=4", (8, 3), wait) for name, wait in zip("BC", of_others, strict=True)]
+    assert time_bound(make.finish(*made), COSTS) == 3 + 2 + 3 + 8
 
 
 def test_copies_around_collectives_do_not_count() -> None:
@@ -264,10 +265,9 @@ def test_what_is_returned_twice_is_one() -> None:
 
 def test_all_that_is_saved_is_there_at_the_start() -> None:
     make = GraphMaker()
-    saved = [make.input(size=(8, 3), name=name) for name in ("saved_1", "saved_2")]
-    tangent = make.input(size=(1, 3), name="tangents_1")
-    graph = make.finish(*(make.made_up("A", (1, 3), each, tangent) for each in saved))
-    assert memory_bound([graph]) == (1 + 1 + 1 / 8) * BYTES
+    saved = [make.input(size=(8, 3), name=name) for name in ("saved_1", "saved_2", "tangents_1")]
+    graph = make.finish(*(make.made_up("A", (1, 3), each) for each in saved))
+    assert memory_bound([graph]) == 3 * BYTES
 
 
 def test_of_a_collective_the_larger_side_counts() -> None:
