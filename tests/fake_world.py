@@ -32,6 +32,16 @@ def fake_world(size: int = 2, rank: int = 0) -> Iterator[None]:
 Stages = list[tuple[str, Graph]]
 
 
+@contextmanager
+def unscheduled() -> Iterator[None]:
+    """Inside, collectives stay where they were traced."""
+    backend.configure(schedule=False)
+    try:
+        yield
+    finally:
+        backend.configure(schedule=True)
+
+
 def run_step(model: Callable[..., Any], *inputs: Any) -> None:
     """One forward, and one backward if grad mode is on."""
     output = model(*inputs)

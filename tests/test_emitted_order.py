@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn as nn
 from emitted_code import MATMULS, body, check_memory, emitted, events, events_in
-from fake_world import fake_world, run_step
+from fake_world import fake_world, run_step, unscheduled
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomSchedulerPass
@@ -28,10 +28,8 @@ from fsdp_compile.passes.graph_view import gathers, reductions
 @pytest.fixture(autouse=True)
 def world() -> Iterator[None]:
     """Our own schedule is off: each test has a plan of its own, but for those of ours."""
-    with fake_world(size=2):
-        backend.configure(schedule=False)
+    with fake_world(size=2), unscheduled():
         yield
-        backend.configure(schedule=True)
 
 
 class Block(nn.Module):

@@ -164,7 +164,7 @@ WAYS = {
     evaluates: 200,
     accumulates: 200,
     only_forwards: 200,
-    others: 60,
+    others: 100,
     accumulates_and_never_syncs: 40,
     checkpoints_activations: 40,
     fails_and_is_reset: 40,

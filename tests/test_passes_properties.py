@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from fake_world import Stages, copy_graph, fake_world, graphs_of, text_of
+from fake_world import Stages, copy_graph, fake_world, graphs_of, text_of, unscheduled
 from hypothesis import HealthCheck, Phase, given, note, settings
 from random_models import Tree, trees
 from simulated_ranks import flat, random_inputs, run_on_all_ranks, same_bits
 from torch.fx import Graph, Node
 
-from fsdp_compile import backend
 from fsdp_compile.passes import (
     MemoryProfile,
     PassConfig,
@@ -63,12 +62,8 @@ def on_random_trees(examples: int) -> Callable[[Callable[[Tree], None]], Callabl
 
 def compile_tree(tree: Tree, rank: int = 0, grad: bool = True) -> Stages:
     note(f"tree: {tree}")
-    backend.configure(schedule=False)  # checked by itself
-    try:
-        with fake_world(tree.world, rank), torch.set_grad_enabled(grad):
-            return graphs_of(tree.build(), tree.example())
-    finally:
-        backend.configure(schedule=True)
+    with fake_world(tree.world, rank), unscheduled(), torch.set_grad_enabled(grad):
+        return graphs_of(tree.build(), tree.example())
 
 
 @on_random_trees(examples=30)
