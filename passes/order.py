@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from torch.fx import Graph, Node
 
@@ -238,8 +238,10 @@ def _first_reader(nodes: list[Node], places: dict[Node, int]) -> int:
 
 
 def _after_inputs(nodes: list[Node], places: dict[Node, int]) -> int:
-    """The first position of the spine at which all is there that ``nodes`` are computed from."""
-    return max((places[source] + 1 for node in nodes for source in node.all_input_nodes if source in places), default=0)
+    """The first position of the spine at which all is there that ``nodes`` are computed from; behind the inputs."""
+    inputs = sum(1 for _ in takewhile(lambda node: node.op == "placeholder", places))
+    sources = [places[source] + 1 for node in nodes for source in node.all_input_nodes if source in places]
+    return max([inputs, *sources])
 
 
 def _put_in_order(nodes: Iterable[Node]) -> None:

@@ -125,6 +125,8 @@ def test_buckets_across_modules(tree: Tree) -> None:
 def check_form(graph: Graph) -> None:
     """Topologically ordered, every launch waited for once for each output, and nothing untagged."""
     graph.lint()
+    ops = [node.op for node in graph.nodes]
+    assert "placeholder" not in ops[ops.count("placeholder") :], "an input stands behind other nodes"
     collectives = {node: None for node in graph.nodes if node.target in (*GATHERS, *REDUCTIONS)}
     assert set(collectives) == {found.start for found in (*gathers(graph), *reductions(graph))}
     waited: Counter[Node] = Counter()
@@ -176,9 +178,18 @@ def check_bucket(before: Graph, after: Graph, world: int) -> None:
     check_unchanged(bucket, after)
     again = copy_graph(before)
     report = bucket(again, PassContext())
-    assert text_of(again) == text_of(after), "the same graph gave another result"
+    assert nameless(again) == nameless(after), "the same graph gave another result"
     assert report.after.gather_bytes == report.before.gather_bytes
     assert report.after.reduction_bytes == report.before.reduction_bytes
+
+
+def nameless(graph: Graph) -> str:
+    """The text of a graph whatever names passes gave nodes, which depend on what else they have made."""
+    copied = copy_graph(graph)
+    for number, node in enumerate(copied.nodes):
+        if node.op == "call_function":
+            node.name = f"node_{number}"
+    return text_of(copied)
 
 
 def check_schedule(graphs: list[Graph], world: int) -> None:
