@@ -96,7 +96,9 @@ def _storages(node: Node, of: dict[Node, tuple[Storage, ...]]) -> tuple[Storage,
     if node.op == "output":
         return ()
     if node.target is operator.getitem and isinstance(node.args[1], int):
-        return (of[node.args[0]][node.args[1]],)  # type: ignore[index]
+        whole, index = of[node.args[0]], node.args[1]  # type: ignore[index]
+        # What the partitioner has wrapped to keep the state of random numbers has no fake result, its parts have.
+        return (whole[index],) if index < len(whole) else (Storage(node, _extent(node.meta.get("val"))),)
     results = _results(node)
     shared = [storage for source in shared_inputs(node) for storage in of[source]]
     if not shared or _copies(node):

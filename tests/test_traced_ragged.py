@@ -109,7 +109,8 @@ def _shapes(graph):
     return [(tuple(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else None for value in values]
 
 
-def test_graphs_of_different_lengths_differ_in_lengths_only(ranks2):
+def test_graphs_of_different_lengths_launch_the_same_in_the_same_order(ranks2):
+    """Waits may stand elsewhere, as what memory there is for overlap depends on the lengths."""
     first, second = ranks2.run(_graphs_of_lengths)
     assert first == second
 
@@ -122,4 +123,8 @@ def _graphs_of_lengths():
         for x in list(sequences(((4,), (6,)), 13)):
             forward(x).sum().backward()
     lines = [(stage, line) for stage, graph in stages for line in text_of(graph).splitlines()]
-    return [(stage, re.sub(r";.*", "", line)) for stage, line in lines if "_c10d_functional" in line]
+    return [
+        (stage, re.sub(r";.*", "", line))
+        for stage, line in lines
+        if "_c10d_functional" in line and "wait_tensor" not in line
+    ]
