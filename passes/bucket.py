@@ -30,6 +30,7 @@ from .graph_view import COPIES, UNSHARD, WAIT, Collective, Tag, kind_of, set_tag
 from .torch_compat import c10d, emit, is_alias
 
 aten = torch.ops.aten
+GATHER_MANY = c10d.all_gather_into_tensor_coalesced.default
 
 
 def bucket(graph: Graph, context: PassContext) -> Report:
@@ -145,9 +146,11 @@ def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
     tag = _joint_tag(members)
     with graph.inserting_before(first):
         inputs = [member.inputs[0] for member in members]
-        start = emit(graph, c10d.all_gather_into_tensor_coalesced.default, inputs, *members[0].how)
+        brought = [member.start.meta["val"] for member in members]
+        start = emit(graph, GATHER_MANY, inputs, *members[0].how, result=brought)
         outputs = [emit(graph, operator.getitem, start, i) for i in range(len(members))]
-        waits = [emit(graph, WAIT, output) for output in outputs]
+        waited = [member.waits[0].meta["val"] for member in members]
+        waits = [emit(graph, WAIT, output, result=value) for output, value in zip(outputs, waited, strict=True)]
     set_tag(start, tag)
     for member, output, wait in zip(members, outputs, waits, strict=True):
         set_tag(output, member.tag)

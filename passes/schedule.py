@@ -93,14 +93,17 @@ def eager_peak(graphs: Sequence[Graph]) -> int:
 def _choose(orders: Sequence[Order], graphs: Sequence[Graph], budget: int | None, floors: Floors) -> None:
     for order in orders:
         order.like_eager()
-    peak = _profile(orders, graphs).peak
-    if budget is not None and peak > budget:
+    profile = _profile(orders, graphs)
+    if budget is None:
+        budget = profile.peak
+    elif profile.peak > budget:
         for order in orders:
             order.wait_at_once()
-    for room in _rooms(orders, graphs, peak if budget is None else budget):
+        profile = _profile(orders, graphs)
+    for room in _rooms(orders, graphs, profile, budget):
         room.launch_early(room.order.one_ahead())
         room.wait_late()
-    for room in _rooms(orders, graphs, peak if budget is None else budget):
+    for room in _rooms(orders, graphs, _profile(orders, graphs), budget):
         room.launch_early(floors(room.order))
 
 
@@ -123,14 +126,15 @@ def _behind_reductions(order: Order) -> list[int]:
 
 
 def _profile(orders: Sequence[Order], graphs: Sequence[Graph]) -> MemoryProfile:
+    """Of the graphs in these orders, in which it puts them."""
     for order, graph in zip(orders, graphs, strict=True):
         order.write(graph)
     return MemoryProfile.of(graphs)
 
 
-def _rooms(orders: Sequence[Order], graphs: Sequence[Graph], budget: int) -> list[Room]:
+def _rooms(orders: Sequence[Order], graphs: Sequence[Graph], profile: MemoryProfile, budget: int) -> list[Room]:
     """What the orders leave of the budget."""
-    live = iter(_profile(orders, graphs).live)
+    live = iter(profile.live)
     return [Room.of(order, graph, live, budget) for order, graph in zip(orders, graphs, strict=True)]
 
 

@@ -126,9 +126,16 @@ def unmark(node: Node) -> None:
     node.meta.pop("ac_graph_id", None)
 
 
-def emit(graph: Graph, target: Callable[..., Any], *args: Any) -> Node:
-    """Add a call with its ``meta["val"]``: later passes and the compiler expect a fake result on every node."""
+def emit(graph: Graph, target: Callable[..., Any], *args: Any, result: Any = None) -> Node:
+    """Add a call with its ``meta["val"]``: later passes and the compiler expect a fake result on every node.
+
+    Args:
+        result: what the fake result is; ``None``: to be found by running the operator, which takes longer.
+    """
     node = graph.call_function(target, args)
+    if result is not None:
+        node.meta["val"] = result
+        return node
     values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
     if target is operator.getitem:
         node.meta["val"] = values[0][values[1]]
