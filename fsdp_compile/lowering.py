@@ -24,6 +24,9 @@ from .recipes import Recipe, read_recipes
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
+# What the meta of a group operator's node says of this operator alone; Inductor takes it for that of the node's own.
+OF_OPERATOR = ("val", "tensor_meta", "eager_input_vals", "original_aten", "from_node")
+
 
 def lower(graph: Graph, decompositions: Decompositions | None = None) -> None:
     """Write out all group operators of ``graph``.
@@ -40,7 +43,10 @@ def lower(graph: Graph, decompositions: Decompositions | None = None) -> None:
             for step in (_unshards(node) if node.target is UNSHARD else _reductions(node))
         ]
         for item in list(node.users):
-            item.replace_all_uses_with(results[item.args[1]])  # type: ignore[index]
+            result = results[item.args[1]]  # type: ignore[index]
+            if not passes.is_alias(result):  # so that views, which are there already, share memory with what they view
+                result.meta["val"] = item.meta["val"]
+            item.replace_all_uses_with(result)
             graph.erase_node(item)
         graph.erase_node(node)
     if found:
@@ -54,7 +60,6 @@ class Step:
         run: what is traced of it.
         inputs: nodes that ``run`` takes after the recipe; ``None`` where there is none.
         meta: what its nodes carry.
-        first: whether to write it as early as ``inputs`` allow, rather than where the operator is.
     """
 
     def __init__(self, node: Node, position: int, phase: str, inputs: list[Node | None]) -> None:
@@ -64,7 +69,7 @@ class Step:
         self.run = transitions.all_gather if node.target is UNSHARD else transitions.reduce
         tag = json.loads(tags[which[position]])  # type: ignore[arg-type, index]
         custom = {**node.meta.get("custom", {}), "fsdp": {**tag, "phase": phase}}
-        self.meta = {**{name: value for name, value in node.meta.items() if name != "val"}, "custom": custom}
+        self.meta = {name: value for name, value in node.meta.items() if name not in OF_OPERATOR} | {"custom": custom}
 
     @property
     def before(self) -> Node:
@@ -114,7 +119,7 @@ def _paste(graph: Graph, template: GraphModule, step: Step) -> Node:
                 copies[node] = next(given)
             elif node.op == "call_function":
                 copy = passes.copy_node(graph, node, copies)
-                copy.meta.update(step.meta)
+                copy.meta.update(step.meta, custom=dict(step.meta["custom"]))
                 copies[node] = copy
             else:
                 (result,) = node.args

@@ -18,6 +18,7 @@ from .recipes import write_recipes
 from .tracing import (
     frees_are_restored,
     guarded_settings,
+    install_passes,
     numbered,
     own_settings,
     own_tags,
@@ -156,6 +157,7 @@ class TracedGroup:
         if not self.is_open or self._token != token:
             self.is_open, self._token = True, token
             if torch.compiler.is_compiling():
+                install_passes()
                 self._unshard(guarded_settings(), own_tags())
             else:  # Dynamo has given up in the middle of the transition; operators are run instead of recorded
                 self._unshard(tuple(self.settings()), self.tags(0))

@@ -23,9 +23,13 @@ def trace_token() -> str:
 @torch_compat.constant_while_tracing
 def frees_are_restored() -> bool:
     """Whether the compiler that gets this graph runs the pass that gathers freed parameters again in the backward."""
-    compiler_fn = torch_compat.current_compiler_fn()
-    backend.install_into(compiler_fn)
-    return backend.passes_will_run(compiler_fn)
+    return backend.passes_will_run(torch_compat.current_compiler_fn())
+
+
+@torch_compat.constant_while_tracing
+def install_passes() -> None:
+    """Have the compiler that gets this graph run the passes, if it can."""
+    backend.install_into(torch_compat.current_compiler_fn())
 
 
 @torch_compat.constant_while_tracing

@@ -56,7 +56,7 @@ from .result import Result, evaluate
 from .schedule import eager_peak, schedule
 from .simulate import Timeline, simulate
 from .skeleton import print_skeleton
-from .torch_compat import copy_graph, copy_node
+from .torch_compat import copy_graph, copy_node, is_alias
 
 __all__ = [
     "REDUCE",
@@ -82,6 +82,7 @@ __all__ = [
     "evaluate",
     "gathers_repeat",
     "has_backward",
+    "is_alias",
     "keep_slices",
     "print_skeleton",
     "profile",

@@ -214,7 +214,7 @@ def _reductions(
         held, made = _bytes(reduction.inputs), _bytes(node for node in arrival if not is_alias(node))
         found.append(Reduction(arrival, earliest, need, held, made, follows, earliest))
         if follows is not None:
-            follows.need = min(follows.need, _next_launch(reduced, places, follows.earliest))
+            follows.need = min(follows.need, need, _next_launch(reduced, places, follows.earliest))
     for index, nodes in enumerate(results):  # what is read together is waited for before the last is launched
         for reader in {launched[user] for node in nodes for user in node.users if user in launched} - {index}:
             found[index].need = min(found[index].need, found[reader].earliest)

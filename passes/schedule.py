@@ -31,8 +31,8 @@ same on all ranks. A budget of the user's is for ranks that trace equal sizes.
 from __future__ import annotations
 
 import operator
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -45,8 +45,6 @@ from .memory import MemoryProfile
 from .order import Order, Reduction
 from .torch_compat import real_tensors
 
-Floors = Callable[[Order], list[int]]  # by gather, the first position at which it may be launched
-
 
 def schedule(graphs: Sequence[Graph], context: PassContext, default_budget: int | None = None) -> list[Report]:
     """Order the collectives of a forward and its backward, or of one graph.
@@ -54,19 +52,16 @@ def schedule(graphs: Sequence[Graph], context: PassContext, default_budget: int 
     Args:
         graphs: in the order in which they run, after ``bucket``.
         context: shared by the passes; its configuration may set the budget.
-        default_budget: where it does not; ``None``: the peak of the eager order of the buckets that the graphs have.
+        default_budget: where it does not, at least so much; the peak of the eager order of the graphs' own buckets if
+            that is more.
 
     Returns:
         A report for each graph; a change is a node that stands elsewhere than before.
     """
     before = [(Traffic.of(graph), list(graph.nodes)) for graph in graphs]
     orders = [Order.of(graph) for graph in graphs]
-    wanted = context.config.memory_budget
     with real_tensors():
-        if wanted is None:
-            _choose(orders, graphs, default_budget, _behind_launches)
-        else:
-            _choose(orders, graphs, wanted, _behind_reductions)
+        _choose(orders, graphs, context.config.memory_budget, default_budget)
     for order, graph in zip(orders, graphs, strict=True):
         order.write(graph)
         graph.lint()
@@ -90,13 +85,12 @@ def eager_peak(graphs: Sequence[Graph]) -> int:
     return MemoryProfile.of(graphs).peak
 
 
-def _choose(orders: Sequence[Order], graphs: Sequence[Graph], budget: int | None, floors: Floors) -> None:
+def _choose(orders: Sequence[Order], graphs: Sequence[Graph], wanted: int | None, default: int | None) -> None:
     for order in orders:
         order.like_eager()
     profile = _profile(orders, graphs)
-    if budget is None:
-        budget = profile.peak
-    elif profile.peak > budget:
+    budget = max(default or 0, profile.peak) if wanted is None else wanted
+    if profile.peak > budget:
         for order in orders:
             order.wait_at_once()
         profile = _profile(orders, graphs)
@@ -104,14 +98,14 @@ def _choose(orders: Sequence[Order], graphs: Sequence[Graph], budget: int | None
         room.launch_early(room.order.one_ahead())
         room.wait_late()
     for room in _rooms(orders, graphs, _profile(orders, graphs), budget):
-        room.launch_early(floors(room.order))
+        room.launch_early(_behind_launches(room.order) if wanted is None else _behind_reductions(room.order))
 
 
 def _behind_launches(order: Order) -> list[int]:
     """For each gather the first position from which on no other collective is launched before it."""
-    launches = [position for position, node in enumerate(order.spine) if is_launch(node)]
-    floors = [0, *(position + 1 for position in launches)]
-    return [floors[bisect_left(launches, gather.at)] for gather in order.gathers]
+    on_spine = [position + 1 for position, node in enumerate(order.spine) if is_launch(node)]
+    floors = sorted([0, *on_spine, *(each.follows.at for each in order.reductions if each.follows is not None)])
+    return [floors[bisect_right(floors, gather.at) - 1] for gather in order.gathers]
 
 
 def _behind_reductions(order: Order) -> list[int]:
@@ -188,9 +182,10 @@ class Room:
         The last first, so that those who hold memory longest are waited for soonest.
         """
         after = len(self.live)
+        launching = {reduction.follows for reduction in self.order.reductions}  # another, which stays where it is
         for reduction in reversed(self.order.reductions):
             last = min(after, reduction.need)
-            if last > reduction.at:
+            if last > reduction.at and reduction not in launching:
                 self._wait_by(reduction, last)
             after = reduction.at
 

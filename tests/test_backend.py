@@ -120,6 +120,25 @@ def test_other_backends_train(name: str) -> None:
     assert all(param.grad is not None for param in model.parameters())
 
 
+@pytest.mark.parametrize("arguments", WITH_PASSES.values(), ids=WITH_PASSES.keys())
+def test_gradients_set_aside_are_added(arguments: dict[str, Any]) -> None:
+    """By an operator of ours in the graph, whatever generates the code."""
+    model = two_blocks()
+    compiled = torch.compile(model, fullgraph=True, **arguments)
+    for syncs in (False, True):
+        model.set_requires_gradient_sync(syncs)
+        run_step(compiled, X)
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_the_passes_run_where_nothing_is_freed() -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    with backend.observed(lambda stage, graph: stages.append(stage)):
+        stages: list[str] = []
+        run_step(torch.compile(model, fullgraph=True), torch.ones(2, 4))
+    assert "forward after" in stages
+
+
 def test_install_into() -> None:
     default = torch_compat.inductor_backend()
     assert not backend.passes_will_run(default)
