@@ -26,10 +26,10 @@ import torch  # noqa: E402
 from harness import positive  # noqa: E402
 from torch.fx import Graph  # noqa: E402
 from torch_compat import join_imaginary_world  # noqa: E402
-from traced_llama import copied, traced_stages  # noqa: E402
+from traced_llama import traced_stages  # noqa: E402
 
 from fsdp_compile.models import LlamaConfig  # noqa: E402
-from fsdp_compile.passes import PassContext, run_joint, run_parts  # noqa: E402
+from fsdp_compile.passes import PassContext, copy_graph, run_joint, run_parts  # noqa: E402
 
 WORLD, LENGTH = 64, 8
 GROWTH_GOAL, SECONDS_GOAL = 1.15, 20.0
@@ -74,7 +74,7 @@ def measure(traced: dict[str, Graph], rounds: int) -> dict[str, float]:
 
 def runs(traced: dict[str, Graph]) -> list[Callable[[], None]]:
     """The passes of each stage, on copies."""
-    joint, *parts = (copied(traced[name]) for name in ("joint", "forward", "backward"))
+    joint, *parts = (copy_graph(traced[name]) for name in ("joint", "forward", "backward"))
     return [lambda: run_joint(joint, PassContext()), lambda: run_parts(*parts, PassContext())]
 
 

@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 from harness import positive  # noqa: E402
 from torch.fx import Graph  # noqa: E402
 from torch_compat import join_imaginary_world, overlap_by_torch  # noqa: E402
-from traced_llama import copied, traced_stages  # noqa: E402
+from traced_llama import traced_stages  # noqa: E402
 
 from fsdp_compile.models import SIZES  # noqa: E402
 from fsdp_compile.passes import (  # noqa: E402
@@ -32,6 +32,7 @@ from fsdp_compile.passes import (  # noqa: E402
     PassConfig,
     PassContext,
     bounds,
+    copy_graph,
     profile,
     run_parts,
     simulate,
@@ -199,7 +200,7 @@ def make_plans(traced: Sequence[Graph], costs: CostModel) -> tuple[dict[str, Pai
     plans, missing = {}, []
     for name, plan in PLANS.items():
         try:
-            plans[name] = plan([copied(graph) for graph in traced], costs)
+            plans[name] = plan([copy_graph(graph) for graph in traced], costs)
         except ImportError as error:
             missing.append(f"{name}: does not run here, {error}")
     return plans, missing

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 from torch_compat import fake_tensors
 
 from fsdp_compile import MixedPrecisionPolicy, backend
 from fsdp_compile.models import Llama, LlamaConfig, shard_llama
+from fsdp_compile.passes import copy_graph
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -23,7 +24,7 @@ def traced_stages(config: LlamaConfig, world: int, sequences: int, length: int) 
     def keep(stage: str, graph: Graph) -> None:
         name, when = stage.split()
         if when == "before":
-            stages[name] = copied(graph)
+            stages[name] = copy_graph(graph)
 
     torch.compiler.reset()
     with torch.device("meta"):
@@ -34,12 +35,3 @@ def traced_stages(config: LlamaConfig, world: int, sequences: int, length: int) 
         compiled = torch.compile(model, backend="fsdp_eager", fullgraph=True)
         compiled(torch.zeros(sequences, length, dtype=torch.long)).float().mean().backward()
     return stages
-
-
-def copied(graph: Graph) -> Graph:
-    """A copy that passes may change, owned by a module of its own."""
-    copy = Graph()
-    result = copy.graph_copy(graph, {}, return_output_node=True)
-    assert isinstance(result, tuple)
-    copy.output(result[0]).meta = {**result[1].meta}
-    return GraphModule(graph.owning_module or torch.nn.Module(), copy).graph

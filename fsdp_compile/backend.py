@@ -19,6 +19,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def observed(observer: passes.Observer) -> Iterator[list[passes.Report]]:
         _context.observer = outer
 
 
-def run_joint_hook(graph: Graph, decompositions: Decompositions | None = None) -> None:
+def run_joint_hook(graph: Graph, decompositions: Decompositions) -> None:
     """Run the passes on what AOTAutograd traced, be it a joint graph or one without backward."""
     lower(graph, decompositions)
     if passes.has_backward(graph):
@@ -62,10 +63,14 @@ def run_joint_hook(graph: Graph, decompositions: Decompositions | None = None) -
 
 
 def partition(
-    partitioner: Callable[..., Any], joint: GraphModule, inputs: Sequence[Any], **kwargs: Any
+    partitioner: Callable[..., Any],
+    decompositions: Decompositions,
+    joint: GraphModule,
+    inputs: Sequence[Any],
+    **kwargs: Any,
 ) -> tuple[GraphModule, GraphModule]:
     """Split a joint graph, and run the passes on both parts."""
-    lower(joint.graph)
+    lower(joint.graph, decompositions)
     passes.run_joint(joint.graph, _context)  # again under Inductor, whose own passes may have made unmarked views
     # A module that runs twice gathers twice, with a free in between. Merging the two would hold the parameters so long.
     with torch_compat.no_common_subexpressions() if passes.gathers_repeat(joint.graph) else nullcontext():
@@ -101,7 +106,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         self.inner = inner
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        return partition(self.inner or torch_compat.min_cut_partition, gm, joint_inputs, **kwargs)
+        inner = self.inner or torch_compat.min_cut_partition
+        return partition(inner, torch_compat.inductor_decompositions(), gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
         return _cache_key(), self.inner.uuid() if self.inner else None
@@ -184,12 +190,12 @@ def fsdp_eager(module: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable
             inputs,
             compiler=lambda graph, _: torch_compat.boxed(graph),
             inference_compiler=_infer,
-            partitioner=lambda *args, **kwargs: partition(torch_compat.min_cut_partition, *args, **kwargs),
+            partitioner=partial(partition, torch_compat.min_cut_partition, {}),
         )
 
 
 def _infer(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-    run_joint_hook(graph.graph)
+    run_joint_hook(graph.graph, {})
     return torch_compat.boxed(graph)
 
 

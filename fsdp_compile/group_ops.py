@@ -10,7 +10,8 @@ collective or cast gives memory of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -27,20 +28,22 @@ _library.define(
 UNSHARD = torch.ops.fsdp_compile.unshard.default
 REDUCE = torch.ops.fsdp_compile.reduce.default
 
-Tensors = Sequence[torch.Tensor]
-Places = Sequence[torch.Tensor | None]
+
+def _members(*arguments: Any) -> Iterator[tuple[Any, ...]]:
+    """Of the arguments of an operator, for each parameter its recipe and its tensors."""
+    *tensors, recipes, _, which = arguments
+    read = read_recipes(recipes)
+    return zip([read[index] for index in which], *tensors, strict=True)
 
 
 @torch.library.impl(_library, "unshard", "CompositeExplicitAutograd")
-def _unshard(shards: Tensors, recipes: str, tags: Sequence[str], which: Sequence[int]) -> list[torch.Tensor]:
-    read = read_recipes(recipes)
-    return [transitions.all_gather(read[i], shard) for i, shard in zip(which, shards, strict=True)]
+def _unshard(*arguments: Any) -> list[torch.Tensor]:
+    return [transitions.all_gather(*member) for member in _members(*arguments)]
 
 
 @torch.library.register_fake("fsdp_compile::unshard", lib=_library)
-def _(shards: Tensors, recipes: str, tags: Sequence[str], which: Sequence[int]) -> list[torch.Tensor]:
-    read = read_recipes(recipes)
-    return [_like_unsharded(read[i], shard) for i, shard in zip(which, shards, strict=True)]
+def _(*arguments: Any) -> list[torch.Tensor]:
+    return [_like_unsharded(*member) for member in _members(*arguments)]
 
 
 def _like_unsharded(recipe: Recipe, shard: torch.Tensor) -> torch.Tensor:
@@ -51,30 +54,13 @@ def _like_unsharded(recipe: Recipe, shard: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.impl(_library, "reduce", "CompositeExplicitAutograd")
-def _reduce(
-    grads: Tensors,
-    unsharded_places: Places,
-    partial_places: Places,
-    recipes: str,
-    tags: Sequence[str],
-    which: Sequence[int],
-) -> list[torch.Tensor]:
-    read = read_recipes(recipes)
-    places = zip(unsharded_places, partial_places, strict=True)
-    return [transitions.reduce(read[i], grad, *of) for i, grad, of in zip(which, grads, places, strict=True)]
+def _reduce(*arguments: Any) -> list[torch.Tensor]:
+    return [transitions.reduce(*member) for member in _members(*arguments)]
 
 
 @torch.library.register_fake("fsdp_compile::reduce", lib=_library)
-def _(
-    grads: Tensors,
-    unsharded_places: Places,
-    partial_places: Places,
-    recipes: str,
-    tags: Sequence[str],
-    which: Sequence[int],
-) -> list[torch.Tensor]:
-    read = read_recipes(recipes)
-    return [_like_reduced(read[i], grad) for i, grad in zip(which, grads, strict=True)]
+def _(*arguments: Any) -> list[torch.Tensor]:
+    return [_like_reduced(recipe, grad) for recipe, grad, *_ in _members(*arguments)]
 
 
 def _like_reduced(recipe: Recipe, grad: torch.Tensor) -> torch.Tensor:

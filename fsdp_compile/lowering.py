@@ -11,7 +11,7 @@ node does.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ Decompositions = Mapping[Any, Callable[..., Any]]
 OF_OPERATOR = ("val", "tensor_meta", "eager_input_vals", "original_aten", "from_node")
 
 
-def lower(graph: Graph, decompositions: Decompositions | None = None) -> None:
+def lower(graph: Graph, decompositions: Decompositions) -> None:
     """Write out all group operators of ``graph``.
 
     Args:
@@ -38,19 +38,22 @@ def lower(graph: Graph, decompositions: Decompositions | None = None) -> None:
     templates: dict[Hashable, GraphModule] = {}
     found = [node for node in graph.nodes if node.target in (UNSHARD, REDUCE)]
     for node in found:
-        results = [
-            _paste(graph, _template(templates, step, decompositions or {}), step)
-            for step in (_unshards(node) if node.target is UNSHARD else _reductions(node))
-        ]
+        inputs = zip(*node.args[:-3], strict=True)  # type: ignore[arg-type]
+        steps = [Step(node, position, list(each)) for position, each in enumerate(inputs)]
+        results = [_paste(graph, _template(templates, step, decompositions), step) for step in steps]
         for item in list(node.users):
-            result = results[item.args[1]]  # type: ignore[index]
-            if not passes.is_alias(result):  # so that views, which are there already, share memory with what they view
-                result.meta["val"] = item.meta["val"]
-            item.replace_all_uses_with(result)
-            graph.erase_node(item)
+            _take_place(results[item.args[1]], item)  # type: ignore[index]
         graph.erase_node(node)
     if found:
         graph.lint()
+
+
+def _take_place(result: Node, item: Node) -> None:
+    assert _like(result.meta["val"]) == _like(item.meta["val"]), f"{item} was traced as something else"
+    if not passes.is_alias(result):  # so that views, which are there already, share memory with what they view
+        result.meta["val"] = item.meta["val"]
+    item.replace_all_uses_with(result)
+    item.graph.erase_node(item)
 
 
 class Step:
@@ -58,15 +61,18 @@ class Step:
 
     Attributes:
         run: what is traced of it.
-        inputs: nodes that ``run`` takes after the recipe; ``None`` where there is none.
+        recipe: what ``run`` takes first.
+        inputs: nodes that it takes after that; ``None`` where there is none.
         meta: what its nodes carry.
     """
 
-    def __init__(self, node: Node, position: int, phase: str, inputs: list[Node | None]) -> None:
+    def __init__(self, node: Node, position: int, inputs: list[Node | None]) -> None:
         recipes, tags, which = node.args[-3:]
         self.recipe = read_recipes(recipes)[which[position]]  # type: ignore[arg-type, index]
-        self.phase, self.inputs, self.operator = phase, inputs, node
-        self.run = transitions.all_gather if node.target is UNSHARD else transitions.reduce
+        self.inputs, self._operator = inputs, node
+        gathers = node.target is UNSHARD
+        self.run: Callable[..., torch.Tensor] = transitions.all_gather if gathers else transitions.reduce
+        phase = passes.UNSHARD if gathers else passes.REDUCE
         tag = json.loads(tags[which[position]])  # type: ignore[arg-type, index]
         custom = {**node.meta.get("custom", {}), "fsdp": {**tag, "phase": phase}}
         self.meta = {name: value for name, value in node.meta.items() if name not in OF_OPERATOR} | {"custom": custom}
@@ -74,22 +80,12 @@ class Step:
     @property
     def before(self) -> Node:
         """Where its nodes go: a gather where the operator is; a reduction as soon as its gradient is there."""
-        if self.phase == passes.UNSHARD:
-            return self.operator
+        if self._operator.target is UNSHARD:
+            return self._operator
         after = max(node for node in self.inputs if node is not None).next
         while after.op == "placeholder":
             after = after.next
         return after
-
-
-def _unshards(node: Node) -> Iterator[Step]:
-    for position, shard in enumerate(node.args[0]):  # type: ignore[arg-type]
-        yield Step(node, position, passes.UNSHARD, [shard])  # type: ignore[list-item]
-
-
-def _reductions(node: Node) -> Iterator[Step]:
-    for position, inputs in enumerate(zip(*node.args[:3], strict=True)):  # type: ignore[arg-type]
-        yield Step(node, position, passes.REDUCE, list(inputs))
 
 
 def _template(known: dict[Hashable, GraphModule], step: Step, decompositions: Decompositions) -> GraphModule:

@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one parameter is unsharded, and its gradient reduced; see ``traced_ops``.
+    """How one parameter is unsharded, and its gradient reduced; see ``transitions``.
 
     Attributes:
         data: position of the sharded data among the inputs of the group.

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from .fsdp_param_group import FSDPParamGroup
 
 
-Bools = tuple[bool, ...]
-
-
 class Settings(NamedTuple):
     """What graphs depend on beside tensors.
 
@@ -65,13 +62,14 @@ class Written(NamedTuple):
     """What is written for graphs to read.
 
     Attributes:
-        fixed: the first of the ``Settings``.
+        settings: as if no parameter required grad; that and what modules hold is read each time.
         inputs: tensors that graphs take; recipes say which is what.
         owners: modules that hold the parameters.
-        special: all parameters, if graphs need more of some.
+        sharded_params: all parameters.
+        special: what they belong to, if graphs need more of some than tensors.
     """
 
-    fixed: tuple[str, tuple[tuple[str, int], ...], Bools, Bools, tuple[tuple[int, ...], ...], bool]
+    settings: Settings
     inputs: list[torch.Tensor]
     owners: list[nn.Module]
     sharded_params: list[nn.Parameter]
@@ -110,7 +108,7 @@ class TracedGroup:
         key = (repr(group.reduction), group.post_forward_mesh_info is None)
         if key not in self._known:
             self._known[key] = self._write()
-        self._fixed, self._inputs, self._owners, self._sharded_params, self._special = self._known[key]
+        self._settings, self._inputs, self._owners, self._sharded_params, self._special = self._known[key]
         self.why_untraced = group.why_untraced
 
     def _write(self) -> Written:
@@ -123,7 +121,7 @@ class TracedGroup:
         names = tuple((name, index) for _, name, index in owners)
         owned = traced_ops.memory_to_free(recipes)
         return Written(
-            (write_recipes(recipes), names, extends, distributed, owned, fewer is not None),
+            Settings(write_recipes(recipes), names, extends, distributed, owned, fewer is not None, True, ()),
             inputs.tensors,
             [module for module, _, _ in owners],
             [param.sharded_param for param in params],
@@ -136,9 +134,10 @@ class TracedGroup:
 
     def settings(self) -> Settings:
         """As they are now. What users change without a call of ours is read each time."""
-        held = zip(self._owners, self._fixed[1], strict=True)
+        held = zip(self._owners, self._settings.names, strict=True)
         shown = all([module._parameters[name] is self._sharded_params[index] for module, (name, index) in held])
-        return Settings(*self._fixed, shown, tuple([param.requires_grad for param in self._sharded_params]))
+        trains = tuple([param.requires_grad for param in self._sharded_params])
+        return self._settings._replace(shown=shown, trains=trains)
 
     def follow_replacements(self) -> None:
         """Take parameters that someone assigned to the modules."""

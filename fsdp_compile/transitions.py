@@ -5,7 +5,8 @@
     reduce:      gradient ─ cast ─ [add what was set aside] ─ [divide] ─ a row for each shard ─ reduce_scatter_tensor ─
                  wait ─ [add what was set aside] ─ [all_reduce ─ wait] ─ [divide] ─ cast ─ to device ─> gradient
 
-The recipe says how far each goes. Run inside the operators of ``group_ops``, and traced by ``lowering``.
+The recipe says how far each goes. Run by the operators of ``group_ops``, traced by ``lowering``, and called by
+``traced_ops`` for what bypasses the operators.
 """
 
 from __future__ import annotations

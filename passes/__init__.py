@@ -19,9 +19,9 @@ On the forward graph, the backward graph, and a graph that has no backward:
 5. ``schedule``: gathers launched early, reductions waited for late; on forward and backward together, as they share the
    memory.
 
-A pass is a function ``(graph, context) -> report``. It changes the graph in place, leaves it lint-clean and in
-topological order, does nothing when run again, and reads tags only (``graph_view``): it serves any graph whose nodes
-are tagged so, whoever traced it. Nothing in here imports the runtime.
+A pass is a function ``(graph, context) -> report``; ``keep_slices`` and ``schedule`` take several graphs. It changes
+graphs in place, leaves them lint-clean and in topological order, does nothing when run again, and reads tags only
+(``graph_view``): it serves any graph whose nodes are tagged so, whoever traced it. Nothing in here imports the runtime.
 
 Around the passes: ``context`` (what they are told and report), ``graph_view`` (what they read), ``skeleton`` (prints a
 graph's communication for people), ``torch_compat`` (private torch APIs).
@@ -78,6 +78,7 @@ __all__ = [
     "accumulate",
     "bounds",
     "bucket",
+    "copy_graph",
     "copy_node",
     "evaluate",
     "gathers_repeat",

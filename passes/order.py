@@ -111,7 +111,9 @@ class Order:
             before.setdefault(gather.at, []).extend(gather.launch)
         for gather in self.gathers:
             before.setdefault(gather.need, []).extend(gather.arrival)
-        _put_in_order(node for at, after in enumerate(self.spine) for node in (*before.get(at, ()), after))
+        nodes = [node for at, after in enumerate(self.spine) for node in (*before.get(at, ()), after)]
+        # What is made of two gathers arrives with both, and stands where the later does.
+        _put_in_order(reversed(dict.fromkeys(reversed(nodes))))
 
     def wait_at_once(self) -> None:
         """Launch each gather where its result is read, and wait for each reduction when it is launched."""

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import optimization_hint
 from torch.utils.checkpoint import CheckpointPolicy  # the partitioner reads it from a node's meta
 
@@ -146,12 +146,15 @@ def emit(graph: Graph, target: Callable[..., Any], *args: Any, result: Any = Non
 
 
 def copy_graph(graph: Graph) -> Graph:
-    """A copy with its own nodes; their fake results are shared. ``graph_copy`` alone leaves out the output node."""
+    """A copy with its own nodes and ``meta``, owned by a module so that it can be linted and run.
+
+    The nodes' fake results are shared. ``graph_copy`` alone leaves out the output node.
+    """
     copied = Graph()
     output = copied.graph_copy(graph, {}, return_output_node=True)
     assert isinstance(output, tuple)
     copied.output(output[0]).meta = {**output[1].meta}
-    return copied
+    return GraphModule(graph.owning_module or torch.nn.Module(), copied).graph
 
 
 def copy_node(graph: Graph, node: Node, copies: Mapping[Node, Node | None]) -> Node:

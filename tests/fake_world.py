@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import backend
 from fsdp_compile.parity import loss_of
-from fsdp_compile.passes import print_skeleton
+from fsdp_compile.passes import copy_graph, print_skeleton
 
 
 @contextmanager
@@ -63,16 +63,6 @@ def graphs_of(model: torch.nn.Module, *inputs: Any, backend_name: str = "fsdp_ea
 def skeletons_of(stages: Stages) -> str:
     """The communication skeleton of each stage, under its name."""
     return "\n".join(f"== {stage} the passes ==\n\n{print_skeleton(graph)}" for stage, graph in stages)
-
-
-def copy_graph(graph: Graph) -> Graph:
-    """A copy with its own nodes and its own dicts in ``meta``, owned by a module so that it can be linted and run."""
-    root = graph.owning_module or torch.nn.Module()
-    copied = Graph()
-    result = copied.graph_copy(graph, {}, return_output_node=True)
-    assert isinstance(result, tuple)
-    copied.output(result[0]).meta = {**result[1].meta}
-    return GraphModule(root, copied).graph
 
 
 def text_of(graph: Graph) -> str:

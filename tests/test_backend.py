@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from fake_world import Stages, copy_graph, fake_world, graphs_of, run_step
+from fake_world import Stages, fake_world, graphs_of, run_step
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch_config
@@ -23,6 +23,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.fx import Graph, GraphModule
 
 from fsdp_compile import backend, fully_shard, torch_compat, traced_ops
+from fsdp_compile.passes import copy_graph
 from fsdp_compile.passes.graph_view import WAIT, frees, gathers, reductions
 
 

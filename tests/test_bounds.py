@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 import torch
-from fake_world import copy_graph, fake_world, graphs_of
+from fake_world import fake_world, graphs_of
 from graph_maker import GraphMaker
 from plain_costs import random_costs
 from random_graphs import random_pair, reorder
@@ -22,7 +22,7 @@ from schedules import BYTES, COSTS, long_schedule, schedule
 from test_passes_properties import on_random_trees
 from torch.fx import Graph
 
-from fsdp_compile.passes import MemoryProfile, PassContext, accumulate, bounds, bucket, simulate
+from fsdp_compile.passes import MemoryProfile, PassContext, accumulate, bounds, bucket, copy_graph, simulate
 from fsdp_compile.passes.costs import CheapestCosts, KindsApart
 from fsdp_compile.passes.memory_bound import memory_bound
 from fsdp_compile.passes.time_bound import Job, earliest_end, time_bound

@@ -13,7 +13,7 @@ from functools import cache
 import pytest
 import sympy
 import torch
-from fake_world import copy_graph, fake_world, graphs_of
+from fake_world import fake_world, graphs_of
 from graph_maker import WORLD, GraphMaker, aten
 from llama_graphs import config_of, llama_graphs
 from models import shard
@@ -23,7 +23,7 @@ from traced import SmallNet
 
 from fsdp_compile import fully_shard
 from fsdp_compile.models import LlamaConfig
-from fsdp_compile.passes import CostModel, HardwareProfile, Network, Placement, profile, world_symbol
+from fsdp_compile.passes import CostModel, HardwareProfile, Network, Placement, copy_graph, profile, world_symbol
 from fsdp_compile.passes.torch_compat import RESIZE, emit
 
 FLOPS, BYTES, LAUNCH, HOST = 1e12, 1e9, 1e-5, 1e7  # rates, and the time of a launch

@@ -9,12 +9,13 @@ import re
 import pytest
 import torch
 from emitted_code import emitted
-from fake_world import copy_graph, fake_world, unscheduled
+from fake_world import fake_world, unscheduled
 from graph_maker import GraphMaker, aten
 from torch.fx import Graph, Node
 
 from fsdp_compile import backend
 from fsdp_compile.models import SIZES, Llama, shard_llama
+from fsdp_compile.passes import copy_graph
 from fsdp_compile.passes.data_flow import data_flow
 from fsdp_compile.passes.fusion import is_fusable, kernels
 from fsdp_compile.passes.torch_compat import emit

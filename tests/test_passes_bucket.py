@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from fake_world import copy_graph, fake_world, text_of
+from fake_world import fake_world, text_of
 from graph_maker import GraphMaker, launches, run_pass
 from simulated_ranks import random_inputs, run_on_all_ranks, same_bits
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp_compile import backend
-from fsdp_compile.passes import PassConfig, PassContext, bucket, profile
+from fsdp_compile.passes import PassConfig, PassContext, bucket, copy_graph, profile
 from fsdp_compile.passes.graph_view import (
     ALL_REDUCES,
     GATHERS,

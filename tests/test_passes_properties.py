@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_world import Stages, copy_graph, fake_world, graphs_of, text_of, unscheduled
+from fake_world import Stages, fake_world, graphs_of, text_of, unscheduled
 from hypothesis import HealthCheck, Phase, given, note, settings
 from random_models import Tree, trees
 from simulated_ranks import flat, random_inputs, run_on_all_ranks, same_bits
@@ -24,6 +24,7 @@ from fsdp_compile.passes import (
     PassContext,
     accumulate,
     bucket,
+    copy_graph,
     print_skeleton,
     regather,
     schedule,

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn as nn
-from fake_world import Stages, copy_graph, fake_world, graphs_of, text_of
+from fake_world import Stages, fake_world, graphs_of, text_of
 from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
-from fsdp_compile.passes import PassContext, regather
+from fsdp_compile.passes import PassContext, copy_graph, regather
 from fsdp_compile.passes.graph_view import frees, gathers, reductions
 
 WIDTH = 24  # of all blocks; no batch has this size, so that a weight is told from an activation by its shape

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from random import Random
 
 import pytest
-from fake_world import copy_graph, fake_world
+from fake_world import fake_world
 from plain_costs import drawn, random_costs
 from random_graphs import random_pair, reorder
 from schedules import BYTES, long_schedule, schedule
 from torch.fx import Graph
 
-from fsdp_compile.passes import MemoryProfile, PassConfig, PassContext, simulate
+from fsdp_compile.passes import MemoryProfile, PassConfig, PassContext, copy_graph, simulate
 from fsdp_compile.passes import schedule as schedule_pass
 from fsdp_compile.passes.graph_view import WAIT, is_launch, kind_of, launch_of, tag_of
 from fsdp_compile.passes.schedule import eager_order

@@ -12,14 +12,14 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from fake_world import copy_graph, fake_world
+from fake_world import fake_world
 from graph_maker import GraphMaker, aten
 from plain_costs import PlainCosts, drawn, random_costs
 from random_graphs import random_pair, reorder
 from schedules import BYTES, COSTS, schedule
 from snapshots import assert_snapshot
 
-from fsdp_compile.passes import PassContext, Timeline, bounds, bucket, evaluate, simulate
+from fsdp_compile.passes import PassContext, Timeline, bounds, bucket, copy_graph, evaluate, simulate
 from fsdp_compile.passes.costs import COMPUTE, Costs, KindsApart
 from fsdp_compile.passes.graph_view import WAIT
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from fake_world import Stages, copy_graph
+from fake_world import Stages
 from models import Net, assert_same, batch, local, my_part
 
 from fsdp_compile import backend
+from fsdp_compile.passes import copy_graph
 
 
 class SmallBlock(nn.Module):
