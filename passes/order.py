@@ -218,8 +218,9 @@ def _reductions(
         if follows is not None:
             follows.need = min(follows.need, need, _next_launch(reduced, places, follows.earliest))
     for index, nodes in enumerate(results):  # what is read together is waited for before the last is launched
-        for reader in {launched[user] for node in nodes for user in node.users if user in launched} - {index}:
-            found[index].need = min(found[index].need, found[reader].earliest)
+        readers = {launched[user]: None for node in nodes for user in node.users if launched.get(user, index) != index}
+        later = [found[reader].earliest for reader in readers if found[reader].follows is not found[index]]
+        found[index].need = min([found[index].need, *later])
     return found
 
 

@@ -58,13 +58,17 @@ class RandomGraph:
         set_tag(node, Tag(group, "", (param,), (ord(param) - ord("a"),), UNSHARD))
 
     def reduced(self, index: int) -> Node:
-        """The reduction of some gradient, sometimes of a cast of it; sometimes nothing else reads the gradient."""
+        """The reduction of some gradient, sometimes of a cast of it; sometimes nothing else reads the gradient.
+
+        Sometimes replicas reduce it again.
+        """
         param, group = chr(ord("a") + index), self.chance.randint(0, 2)
         even = [node for node in self.readable if node.meta["val"].shape[0] % WORLD == 0]
         gradient = self.chance.choice(even) if self.chance.random() < 0.3 else self.compute()
         if self.chance.random() < 0.5:
             gradient = self.make.cast(gradient, torch.float64, param, group)
-        return self.make.reduce(gradient, param, group, name=str(group % 2))
+        reduced = self.make.reduce(gradient, param, group, name=str(group % 2))
+        return self.make.all_reduce(reduced, param, group) if self.chance.random() < 0.3 else reduced
 
     def free(self) -> None:
         """Free what some gathers have brought, after the last node that reads it."""

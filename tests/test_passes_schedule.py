@@ -11,6 +11,7 @@ from random import Random
 
 import pytest
 from fake_world import fake_world
+from graph_maker import GraphMaker
 from plain_costs import drawn, random_costs
 from random_graphs import random_pair, reorder
 from schedules import BYTES, long_schedule, schedule
@@ -166,6 +167,53 @@ def test_ranks_with_other_sizes_launch_in_the_same_order(seed: int) -> None:
         run(*rank)
         orders.append([[node.name for node in graph.nodes if is_launch(node)] for graph in rank])
     assert orders[0] == orders[1]
+
+
+def test_a_default_budget_takes_nothing_away() -> None:
+    """Giving up overlap where it is too small would depend on what memory a rank's activations take."""
+    text = "a /a A=1 b /b B=1 c /c C=1 d /d D=1"
+    graph = schedule(text)
+    schedule_pass([graph], PassContext(), 0)
+    assert written(graph) == scheduled(text)
+
+
+SIZES = pytest.mark.parametrize("rows", [(1, 1), (1, 100), (100, 1), (100, 100)])
+
+
+def launched(graph: Graph) -> list[str]:
+    return [f"{kind_of(node)} {tag_of(node).params[0]}" for node in graph.nodes if is_launch(node)]
+
+
+@SIZES
+def test_an_all_reduce_keeps_its_place_before_gathers_of_frozen_modules(rows: tuple[int, int]) -> None:
+    """No reduction comes after it that would hold it there, and what memory there is may not move it."""
+    make = GraphMaker()
+    shards = [make.input(size=(4, 3), name=f"primals_{index}") for index in range(3)]
+    last = make.made_up("first", (8, 3), make.input(size=(8, 3), name="tangents_1"), make.gather(shards[0], "a", 0))
+    reduced = make.all_reduce(make.reduce(last, "a", 0), "a", 0)
+    for index, size in zip((1, 2), rows, strict=True):
+        last = make.made_up(f"before_{index}", (size, 3), last)
+        last = make.made_up(f"after_{index}", (8, 3), last, make.gather(shards[index], "abc"[index], index))
+        last = make.double(make.double(last))
+    graph = make.finish(reduced, last)
+    run(graph)
+    assert launched(graph) == ["all_gather a", "all_gather b", "reduce_scatter a", "all_reduce a", "all_gather c"]
+
+
+@SIZES
+def test_no_gather_overtakes_an_all_reduce_whose_result_is_read(rows: tuple[int, int]) -> None:
+    """That is launched before the next reduction is; the gather could be launched between its two reductions."""
+    make = GraphMaker()
+    shards = [make.input(size=(4, 3), name=f"primals_{index}") for index in range(3)]
+    last = make.made_up("first", (8, 3), make.input(size=(8, 3), name="tangents_1"), make.gather(shards[0], "a", 0))
+    reduced = make.all_reduce(make.reduce(last, "a", 0), "a", 0)
+    last = make.made_up("between", (rows[0], 3), last)
+    read = make.made_up("reads", (4, 3), reduced)
+    last = make.made_up("after_1", (8, 3), make.double(last), make.gather(shards[1], "b", 1))
+    again = make.reduce(make.made_up("before_2", (rows[1] * 8, 3), last), "b", 1)
+    graph = make.finish(read, again, make.made_up("after_2", (8, 3), last, make.gather(shards[2], "c", 2)))
+    run(graph)
+    assert launched(graph)[2:] == ["reduce_scatter a", "all_reduce a", "all_gather c", "reduce_scatter b"]
 
 
 def _compute(graph: Graph) -> list[str]:
