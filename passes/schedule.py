@@ -97,7 +97,6 @@ def _choose(orders: Sequence[Order], graphs: Sequence[Graph], wanted: int | None
     for room in _rooms(orders, graphs, profile, budget):
         room.launch_early(room.order.one_ahead())
         room.wait_late()
-    for room in _rooms(orders, graphs, _profile(orders, graphs), budget):
         room.launch_early(_behind_launches(room.order) if wanted is None else _behind_reductions(room.order))
 
 
