@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from .alpha_beta import Line
 from .bucket_plan import Load
 from .cost_model import COMPUTE, CostModel
-from .graph_view import Collective, aliases_of, gathers, kind_of, process_group_of, reductions, tag_of, whole_bytes
+from .graph_view import Collective, aliases_of, gathers, kind_of, phase_of, process_group_of, reductions, whole_bytes
 
 Clock = Mapping[Node, float]  # seconds of compute before each node, in order of the graph
 
@@ -58,7 +58,7 @@ def clock(graph: Graph, costs: CostModel) -> tuple[Clock, float]:
     now = 0.0
     for node in graph.nodes:
         found[node] = now
-        if tag_of(node) is None and costs.lane(node) == COMPUTE:
+        if phase_of(node) is None and costs.lane(node) == COMPUTE:
             now += costs.seconds(node)
     return found, now
 
