@@ -26,6 +26,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .bucket_choice import choose
+from .bucket_load import Free
 from .context import PassContext, Report, Traffic
 from .graph_view import COPIES, UNSHARD, WAIT, Collective, Tag, kind_of, phase_of, set_tag
 from .torch_compat import c10d, emit, is_alias
@@ -34,7 +35,7 @@ aten = torch.ops.aten
 GATHER_MANY = c10d.all_gather_into_tensor_coalesced.default
 
 
-def bucket(graph: Graph, context: PassContext) -> Report:
+def bucket(graph: Graph, context: PassContext, free: Free | None = None) -> Report:
     """Merge collectives as the configuration says: for each group and each time its module runs, or across groups.
 
     Only collectives on one process group and of one dtype are merged, and reductions only if of one kind; some
@@ -46,13 +47,14 @@ def bucket(graph: Graph, context: PassContext) -> Report:
         graph: forward or backward graph, or a graph without backward; not a joint graph, whose gathers must stay apart
             because the backward may need other parameters than the forward.
         context: shared by the passes.
+        free: for "auto", bytes that may be filled while each node runs, in order of the graph; ``None`` for no limit.
 
     Raises:
         ValueError: the hardware profile of the configuration cannot be read any more.
     """
     before = Traffic.of(graph)
     made = 0
-    for candidates in choose(graph, context.config):
+    for candidates in choose(graph, context.config, free):
         for members in _independent(candidates):
             MERGES[kind_of(members[0].start)](graph, members)
             made += 1

@@ -48,6 +48,14 @@ COPIES = (
 )
 
 
+def converts(node: Node) -> bool:
+    """Whether the node copies into another dtype or to another device."""
+    if node.target not in COPIES:
+        return False
+    source, result = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return bool(source.dtype != result.dtype or source.device != result.device)
+
+
 @dataclass(frozen=True)
 class Tag:
     """What the runtime says of a node.

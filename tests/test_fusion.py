@@ -18,6 +18,7 @@ from fsdp_compile.models import SIZES, Llama, shard_llama
 from fsdp_compile.passes import copy_graph
 from fsdp_compile.passes.data_flow import data_flow
 from fsdp_compile.passes.fusion import is_fusable, kernels
+from fsdp_compile.passes.graph_view import REDUCE, Tag, set_tag
 from fsdp_compile.passes.torch_compat import emit
 
 
@@ -71,6 +72,20 @@ def test_a_barrier_beside_does_not_part() -> None:
     product = mm(maker, x, x)
     graph = maker.finish(maker.add(maker.double(a), product))
     assert shared(graph) == [{"relu_default", "add_tensor", "add_tensor_1"}]
+
+
+def test_packing_gradients_moves_no_compute() -> None:
+    """The gradient of a scale shares its kernel with what else is computed there, however late it is reduced."""
+    kept = []
+    for late in (False, True):
+        maker = GraphMaker()
+        x = relu(maker, maker.input(size=(4, 4)))
+        gradient = maker.double(x)
+        product = mm(maker, x, x)
+        packed = emit(maker.graph, aten.cat.default, [gradient, product] if late else [gradient])
+        set_tag(packed, Tag(0, "", ("a", "b"), (0, 1), REDUCE))
+        kept.append([names - {packed.name} for names in shared(maker.finish(packed, product))])
+    assert kept == [[{"relu_default", "add_tensor"}]] * 2
 
 
 def test_recomputation_joins_its_first_use() -> None:
