@@ -2,7 +2,7 @@
 
 On the joint graph of forward and backward, before the compiler partitions it:
 
-1. ``regather``: what is freed after forward is gathered again in the backward.
+1. ``regather``: what is freed after forward is gathered again in the backward, but for what ``keep_unsharded`` chooses.
 
 On the forward and the backward graph together, after partitioning:
 
