@@ -49,7 +49,7 @@ from .bucket import bucket
 from .context import Observer, PassConfig, PassContext, Report, Traffic, source_digest
 from .cost_model import CostModel, Placement, world_symbol
 from .costs import KindsApart
-from .graph_view import REDUCE, UNSHARD, gathers_repeat, has_backward, tag_digest
+from .graph_view import REDUCE, RESHARD, UNSHARD, gathers_repeat, has_backward, tag_digest
 from .hardware import HardwareProfile, Network, profile
 from .keep_slices import keep_slices
 from .memory import MemoryProfile
@@ -59,10 +59,12 @@ from .result import Result, evaluate
 from .schedule import schedule
 from .simulate import Timeline, simulate
 from .skeleton import print_skeleton
-from .torch_compat import copy_graph, copy_node, is_alias
+from .torch_compat import RESIZE, copy_graph, copy_node, is_alias
 
 __all__ = [
     "REDUCE",
+    "RESHARD",
+    "RESIZE",
     "UNSHARD",
     "Bounds",
     "KindsApart",
