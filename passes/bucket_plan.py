@@ -1,4 +1,4 @@
-"""Chooses which collectives of a sequence travel together: by size, or the fastest of all choices.
+"""Chooses which collectives of a sequence travel together: by size, or the fastest of all choices if it is alone.
 
 The sequence is of gathers in order of use; buckets are stretches of it. The model:
 
@@ -34,6 +34,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -69,12 +70,12 @@ class Load:
         held = self.held[::-1] if self.held is not None else None
         return Load(self.sizes[::-1], self.compute[::-1], self.room[::-1], held)
 
-    @property
+    @cached_property
     def clock(self) -> Integers:
         """Picoseconds of compute before each first use, and of all; shape (sizes + 1,)."""
         return np.cumsum(np.rint(np.array(self.compute) * PICO).astype(np.int64))
 
-    @property
+    @cached_property
     def launches(self) -> Integers:
         """For a bucket that ends before each, the first use that compute must have come to for its launch.
 

@@ -2,7 +2,7 @@
 
 "auto" is tried on copies of the graphs, and so are the buckets of "module": both within the memory that FSDP2's eager
 order takes in the buckets of "module", or a budget of the user's. The one that is faster in the simulation is done. So
-"auto" is never slower than "module", in the model of ``simulate``, and takes no more memory where that is enough.
+"auto" is never slower than "module" in the model of ``simulate``, and takes no more memory than the eager order.
 """
 
 from __future__ import annotations

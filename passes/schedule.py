@@ -25,7 +25,8 @@ overlap, nothing is launched early.
 
 The room depends on the sizes of activations, and ranks may have traced different ones (sequences of other lengths).
 So by default it decides where between two other collectives one is launched, never which comes first: the order is the
-same on all ranks. A budget of the user's is for ranks that trace equal sizes.
+same on all ranks. A budget in the configuration, the user's or one that ``plan`` sets there for buckets that go by the
+cost model anyway, is for ranks that trace equal sizes.
 """
 
 from __future__ import annotations
