@@ -16,10 +16,11 @@ from fake_world import Stages, fake_world, graphs_of, skeletons_of
 from models import assert_same, shard, train
 from ranks import Ranks
 from snapshots import assert_snapshot
+from torch.utils.checkpoint import CheckpointPolicy
 from traced import SmallNet, graphs, of_stage
 
 from fsdp_compile import backend, fully_shard
-from fsdp_compile.passes import MemoryProfile, profile
+from fsdp_compile.passes import MemoryProfile, PassConfig, PassContext, copy_graph, profile, regather
 from fsdp_compile.passes.graph_view import gathers
 from fsdp_compile.passes.keep_unsharded import Item, best
 
@@ -114,6 +115,24 @@ def test_nothing_is_kept_without_need(tmp_path: Path) -> None:
     replace(profile("cpu"), achievable_flops=1e-6).write(slow)
     with fake_world(size=4):
         assert len(gathered_again(stages_of(slow, regather="auto", memory_budget=PLENTY))) == AGAIN
+
+
+def test_a_second_run_changes_nothing() -> None:
+    """What is kept has no free any more, and so is not taken for what must be gathered again."""
+    with fake_world(size=4):
+        graph = copy_graph(dict(stages_of())["joint before"])
+        context = PassContext(PassConfig(regather="auto", memory_budget=PLENTY, hardware="cpu"))
+        marks = []
+        for _ in range(2):
+            regather(graph, context)
+            marks.append([(node.name, node.meta.get("recompute")) for node in graph.nodes])
+    assert marks[0] == marks[1]
+    assert CheckpointPolicy.MUST_SAVE in dict(marks[0]).values()
+
+
+def test_other_choices_are_refused() -> None:
+    with pytest.raises(ValueError, match="regather must be None or 'auto', not 'never'"):
+        PassConfig(regather="never")
 
 
 def test_snapshot() -> None:
