@@ -2,7 +2,7 @@
 
 On the joint graph of forward and backward, before the compiler partitions it:
 
-1. ``regather``: what is freed after forward is gathered again in the backward.
+1. ``regather``: what is freed after forward is gathered again in the backward, but for what ``keep_unsharded`` chooses.
 
 On the forward and the backward graph together, after partitioning:
 
@@ -15,9 +15,12 @@ On the backward graph:
 On the forward graph, the backward graph, and a graph that has no backward:
 
 4. ``bucket``: one gather for each group and run of its module, one reduction for each group; or across groups, as
-   ``bucket_choice`` says: by size, or by ``bucket_plan`` on what ``bucket_load`` reads and the costs of a ``machine``.
+   ``bucket_choice`` says: by size, or the fastest that ``bucket_timeline`` finds with the plans of ``bucket_plan``, by
+   what ``bucket_load`` reads and the costs of a ``machine``.
 5. ``schedule``: gathers launched early, reductions waited for late; on forward and backward together, as they share the
    memory.
+
+``plan`` runs these two; where the cost model decides, on copies first, and keeps the faster.
 
 A pass is a function ``(graph, context) -> report``; ``keep_slices`` and ``schedule`` take several graphs. It changes
 graphs in place, leaves them lint-clean and in topological order, does nothing when run again, and reads tags only
@@ -36,8 +39,7 @@ How long a graph takes: ``hardware`` (what a machine can do) with ``alpha_beta``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
 from torch.fx import Graph
 
@@ -51,9 +53,10 @@ from .graph_view import REDUCE, RESHARD, UNSHARD, gathers_repeat, has_backward, 
 from .hardware import HardwareProfile, Network, profile
 from .keep_slices import keep_slices
 from .memory import MemoryProfile
+from .plan import plan
 from .regather import regather
 from .result import Result, evaluate
-from .schedule import eager_peak, schedule
+from .schedule import schedule
 from .simulate import Timeline, simulate
 from .skeleton import print_skeleton
 from .torch_compat import RESIZE, copy_graph, copy_node, is_alias
@@ -114,7 +117,8 @@ def run_parts(forward: Graph, backward: Graph, context: PassContext) -> None:
     _show("before", parts, context)
     context.reports.append(keep_slices(forward, backward, context))
     context.reports.append(accumulate(backward, context))
-    _plan(parts, context)
+    context.reports.extend(plan([*parts.values()], context.config))
+    _show("after", parts, context)
 
 
 def run_inference(graph: Graph, context: PassContext) -> None:
@@ -122,26 +126,8 @@ def run_inference(graph: Graph, context: PassContext) -> None:
     parts = {"inference": graph}
     _show("before", parts, context)
     context.reports.append(regather(graph, context))
-    _plan(parts, context)
-
-
-def _plan(parts: Mapping[str, Graph], context: PassContext) -> None:
-    """Run the passes that decide what is moved together, and when."""
-    budget = None if context.config.bucket == "module" else _eager_peak([*parts.values()], context)
-    context.reports.extend(bucket(graph, context) for graph in parts.values())
-    if context.config.schedule:
-        context.reports.extend(schedule([*parts.values()], context, budget))
+    context.reports.extend(plan([*parts.values()], context.config))
     _show("after", parts, context)
-
-
-def _eager_peak(graphs: Sequence[Graph], context: PassContext) -> int | None:
-    """What the order of FSDP2 takes, in its own buckets, where others are chosen; ``None`` if nothing depends on it."""
-    if context.config.memory_budget is not None or not context.config.schedule:
-        return None
-    copies = [copy_graph(graph) for graph in graphs]
-    for copy in copies:
-        bucket(copy, PassContext(replace(context.config, bucket="module")))
-    return eager_peak(copies)
 
 
 def _show(when: str, parts: Mapping[str, Graph], context: PassContext) -> None:
