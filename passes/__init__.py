@@ -18,6 +18,7 @@ On the forward graph, the backward graph, and a graph that has no backward:
    ``bucket_choice`` says: by size, or by ``bucket_plan`` on what ``bucket_load`` reads and the costs of a ``machine``.
 5. ``schedule``: gathers launched early, reductions waited for late; on forward and backward together, as they share the
    memory.
+6. ``dedup``: one gather for runs of a module that follow each other, instead of one for each run.
 
 A pass is a function ``(graph, context) -> report``; ``keep_slices`` and ``schedule`` take several graphs. It changes
 graphs in place, leaves them lint-clean and in topological order, does nothing when run again, and reads tags only
@@ -47,6 +48,7 @@ from .bucket import bucket
 from .context import Observer, PassConfig, PassContext, Report, Traffic, source_digest
 from .cost_model import CostModel, Placement, world_symbol
 from .costs import KindsApart
+from .dedup import dedup
 from .graph_view import REDUCE, UNSHARD, gathers_repeat, has_backward, tag_digest
 from .hardware import HardwareProfile, Network, profile
 from .keep_slices import keep_slices
@@ -80,6 +82,7 @@ __all__ = [
     "bucket",
     "copy_graph",
     "copy_node",
+    "dedup",
     "evaluate",
     "gathers_repeat",
     "has_backward",
@@ -129,6 +132,7 @@ def _plan(parts: Mapping[str, Graph], context: PassContext) -> None:
     context.reports.extend(bucket(graph, context) for graph in parts.values())
     if context.config.schedule:
         context.reports.extend(schedule([*parts.values()], context, budget))
+    context.reports.extend(dedup(graph, context) for graph in parts.values())
     _show("after", parts, context)
 
 
