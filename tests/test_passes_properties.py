@@ -26,23 +26,30 @@ from fsdp_compile.passes import (
     bucket,
     copy_graph,
     dedup,
+    fuse_copies,
     print_skeleton,
     regather,
     schedule,
     tag_digest,
 )
 from fsdp_compile.passes.graph_view import (
+    COPIES,
     GATHERS,
+    REDUCE,
     REDUCTIONS,
     WAIT,
+    Collective,
     alias_root,
     frees,
     gathers,
+    made_by,
     reductions,
     same_data_as,
     tag_of,
 )
-from fsdp_compile.passes.torch_compat import RESIZE, c10d
+from fsdp_compile.passes.torch_compat import RESIZE, c10d, is_alias
+
+aten = torch.ops.aten
 
 
 def on_random_trees(examples: int) -> Callable[[Callable[[Tree], None]], Callable[[], None]]:
@@ -176,7 +183,8 @@ def marks(graph: Graph) -> list[Any]:
 def check_planned(before: Graph, after: Graph, world: int) -> Graph:
     """What the unscheduled passes make of a graph; returns what it is in between, with nothing dropped yet."""
     bucketed = check_bucket(before, world)
-    assert nameless(check_dedup(bucketed, PassConfig(), world)) == nameless(after)
+    fused = check_fuse_copies(check_dedup(bucketed, PassConfig(), world), world)
+    assert nameless(fused) == nameless(after)
     return bucketed
 
 
@@ -206,6 +214,35 @@ def check_dedup(before: Graph, config: PassConfig, world: int) -> Graph:
     assert same_bits(run_on_all_ranks(before, inputs), run_on_all_ranks(after, inputs))
     check_unchanged(lambda graph, _: dedup(graph, PassContext(config)), after)
     return after
+
+
+def check_fuse_copies(before: Graph, world: int) -> Graph:
+    """At most one kernel of a transition before each collective; bits stay, and the peak is no higher."""
+    after = copy_graph(before)
+    fuse_copies(after, PassContext())
+    check_form(after)
+    assert moved(before) == moved(after)
+    for seed in range(2):
+        inputs = random_inputs(before, world, seed)
+        assert same_bits(run_on_all_ranks(before, inputs), run_on_all_ranks(after, inputs))
+    check_unchanged(fuse_copies, after)
+    assert MemoryProfile.of([after]).peak <= MemoryProfile.of([before]).peak
+    for collective in (*gathers(after), *reductions(after)):
+        assert len(kernels_before(collective)) <= 1, kernels_before(collective)
+    return after
+
+
+def kernels_before(collective: Collective) -> list[Node]:
+    """What the transition runs for what is sent, but for padding, for making a gradient contiguous, and smaller."""
+    made = [node for source in collective.inputs for node in made_by(source, collective.tag.phase)]
+    return [node for node in dict.fromkeys(made) if not is_alias(node) and not prepares_one(node)]
+
+
+def prepares_one(node: Node) -> bool:
+    if node.target in COPIES and tag_of(node).phase == REDUCE:
+        before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
+        return before.itemsize > after.itemsize or before.dtype is after.dtype
+    return node.target in (aten.constant_pad_nd.default, operator.getitem)
 
 
 def nameless(graph: Graph) -> str:
