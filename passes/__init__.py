@@ -52,7 +52,7 @@ from .cost_model import CostModel, Placement, world_symbol
 from .costs import KindsApart
 from .dedup import dedup
 from .fuse_copies import fuse_copies
-from .graph_view import REDUCE, UNSHARD, gathers_repeat, has_backward, tag_digest
+from .graph_view import REDUCE, RESHARD, UNSHARD, gathers_repeat, has_backward, tag_digest
 from .hardware import HardwareProfile, Network, profile
 from .keep_slices import keep_slices
 from .memory import MemoryProfile
@@ -63,10 +63,12 @@ from .schedule import eager_peak, schedule
 from .simulate import Timeline, simulate
 from .skeleton import print_skeleton
 from .stages import run_stage
-from .torch_compat import copy_graph, copy_node, is_alias
+from .torch_compat import RESIZE, copy_graph, copy_node, is_alias
 
 __all__ = [
     "REDUCE",
+    "RESHARD",
+    "RESIZE",
     "UNSHARD",
     "Bounds",
     "KindsApart",
