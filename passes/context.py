@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 
 from torch.fx import Graph
 
-from .graph_view import all_reduces, frees, gathers, reductions
+from .graph_view import all_reduces, copies, frees, gathers, reductions
 from .hardware import profile, shipped_digest
 
 Observer = Callable[[str, Graph], None]
@@ -19,7 +19,7 @@ Observer = Callable[[str, Graph], None]
 
 @dataclass(frozen=True)
 class PassConfig:
-    """The choices a user has. Part of the key of compile caches.
+    """The choices a user has. Part of the key of compile caches, but for the last two, which change no graph.
 
     Attributes:
         bucket: which parameters travel in one collective, and which gradients.
@@ -43,6 +43,9 @@ class PassConfig:
             memory than ``memory_budget``, or ``None``: than without keeping any; ``keep_unsharded`` says how. All ranks
             must trace tensors of equal sizes.
         hardware: name of a shipped hardware profile ("h100") or path of a file; ``None``: the one for the device.
+        measure: simulate the step before and after each pass, for its report; that makes compiling slower.
+        dump: directory for a text file after each pass, with its reports and the graphs. A compile that is served from
+            a cache runs no passes, and writes nothing.
 
     Raises:
         ValueError: ``bucket``, ``regather`` or ``hardware`` is none of these.
@@ -53,6 +56,8 @@ class PassConfig:
     memory_budget: int | None = None
     regather: str | None = None
     hardware: str | None = None
+    measure: bool = False
+    dump: str | None = None
 
     def __post_init__(self) -> None:
         if self.bucket not in BUCKETS:
@@ -70,7 +75,8 @@ class PassConfig:
     def digest(self) -> bytes:
         """Hash of the choices, what they stand for, and the source of all passes: another source, another result."""
         machines = profile(self.hardware).digest() if self.hardware else shipped_digest()
-        return hashlib.sha256(repr(astuple(self)).encode() + machines + source_digest(Path(__file__).parent)).digest()
+        choices = astuple(replace(self, measure=False, dump=None))
+        return hashlib.sha256(repr(choices).encode() + machines + source_digest(Path(__file__).parent)).digest()
 
 
 BUCKETS = ("module", "none", "auto")
@@ -103,7 +109,11 @@ def source_digest(directory: Path) -> bytes:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of a graph. Bytes are those of this rank's inputs, padding included."""
+    """The collectives of a graph, and what is done for them. Bytes are those of this rank's inputs, padding included.
+
+    Attributes:
+        copies: kernels of transitions: casts, padding, packing and whatever else reads and writes data.
+    """
 
     gathers: int
     gather_bytes: int
@@ -111,6 +121,7 @@ class Traffic:
     reduction_bytes: int
     all_reduces: int
     all_reduce_bytes: int
+    copies: int
     frees: int
 
     @classmethod
@@ -121,30 +132,46 @@ class Traffic:
             *(len(gathered), sum(each.input_bytes for each in gathered)),
             *(len(reduced), sum(each.input_bytes for each in reduced)),
             *(len(all_reduced), sum(each.input_bytes for each in all_reduced)),
-            len(frees(graph)),
+            *(len(copies(graph)), len(frees(graph))),
         )
 
 
 @dataclass(frozen=True)
+class Effect:
+    """How a step goes, by simulation.
+
+    Attributes:
+        exposed: seconds that compute stands still for collectives.
+        peak: of live bytes.
+    """
+
+    exposed: float
+    peak: int
+
+
+@dataclass(frozen=True)
 class Report:
-    """What one pass did to one graph. ``changes`` is 0 if it left the graph as it was."""
+    """What one pass did to one graph.
+
+    Attributes:
+        changes: 0 if it left the graph as it was.
+        step_before, step_after: of the whole step, if the configuration says to measure it.
+    """
 
     name: str
     changes: int
     before: Traffic
     after: Traffic
+    step_before: Effect | None = None
+    step_after: Effect | None = None
 
     def __str__(self) -> str:
-        steps = (
-            f"{what} {old} -> {new}"
-            for what, old, new in zip(
-                (each.name.replace("_", " ") for each in fields(self.before)),
-                astuple(self.before),
-                astuple(self.after),
-                strict=True,
-            )
-            if old or new
-        )
+        rows = zip(fields(self.before), astuple(self.before), astuple(self.after), strict=True)
+        steps = [f"{each.name.replace('_', ' ')} {old} -> {new}" for each, old, new in rows if old or new]
+        if self.step_before is not None and self.step_after is not None:
+            old, new = self.step_before, self.step_after
+            steps.append(f"exposed {old.exposed * 1e3:.3f} -> {new.exposed * 1e3:.3f} ms")
+            steps.append(f"peak {old.peak} -> {new.peak} bytes")
         return f"{self.name}: {self.changes} changes; {', '.join(steps)}"
 
 

@@ -26,6 +26,7 @@ from torch.fx import Graph, Node
 
 from .data_flow import DataFlow, tensors_of
 from .graph_view import WAIT, phase_of
+from .packing import PACK
 from .torch_compat import RESIZE, is_mutating
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -35,7 +36,7 @@ ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, 
 # Fusable, but neither tagged as pointwise nor as a reduction by torch.
 OTHER_FUSABLE = {
     *(aten._to_copy, aten.copy, aten.fill, aten.lift_fresh_copy, aten.repeat, aten.flip, aten.roll),
-    *(aten.cat, aten.stack, aten.constant_pad_nd, aten.slice_scatter, aten.select_scatter),
+    *(PACK.overloadpacket, aten.cat, aten.stack, aten.constant_pad_nd, aten.slice_scatter, aten.select_scatter),
     *(aten.slice_backward, aten.select_backward, aten.triu, aten.tril),
     *(aten.arange, aten.full, aten.full_like, aten.zeros, aten.zeros_like, aten.ones, aten.ones_like),
     *(aten.new_full, aten.new_zeros, aten.new_ones, aten.scalar_tensor, prims.iota),

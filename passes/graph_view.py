@@ -260,6 +260,13 @@ def data_bytes(value: Any) -> int:
     return math.prod(size if stride else min(size, 1) for size, stride in dimensions) * value.itemsize
 
 
+def copies(graph: Graph) -> list[Node]:
+    """What transitions run beside collectives: casts, padding, packing, divisions, whatever reads and writes data."""
+    moves = (WAIT, RESIZE, operator.getitem)
+    made = [node for node in graph.nodes if node.op == "call_function" and phase_of(node) is not None]
+    return [node for node in made if not (node.target in moves or is_launch(node) or is_alias(node))]
+
+
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 

@@ -23,39 +23,40 @@ from .simulate import simulate
 from .torch_compat import copy_to_try
 
 
-def plan(graphs: Sequence[Graph], config: PassConfig) -> list[Report]:
-    """Merge and order the collectives of a forward and its backward, or of one graph.
+def decide(graphs: Sequence[Graph], config: PassConfig) -> tuple[PassConfig, int | None]:
+    """What ``merge`` and ``order`` go by: choices in which "auto" is settled, and the budget where they have none.
 
     Args:
-        graphs: in the order in which they run, after ``accumulate``.
+        graphs: in the order in which they run, after ``accumulate``; they stay as they are.
         config: the user's choices.
 
     Raises:
         ValueError: the hardware profile of the configuration cannot be read any more.
     """
     if config.bucket == "module":
-        return _merge(graphs, config) + _order(graphs, config)
+        return config, None
     of_modules = [copy_to_try(graph) for graph in graphs]
-    _merge(of_modules, replace(config, bucket="module"))
+    merge(of_modules, replace(config, bucket="module"))
     eager = eager_peak(of_modules)
     if config.bucket != "auto":
-        return _merge(graphs, config) + _order(graphs, config, eager)
+        return config, eager
     config = replace(config, memory_budget=eager if config.memory_budget is None else config.memory_budget)
     across = [copy_to_try(graph) for graph in graphs]
-    _merge(across, config)
+    merge(across, config)
     for tried in (across, of_modules):
-        _order(tried, config)
-    if _cost(of_modules, config) < _cost(across, config):
-        config = replace(config, bucket="module")
-    return _merge(graphs, config) + _order(graphs, config)
+        order(tried, config)
+    slower = _cost(of_modules, config) < _cost(across, config)
+    return (replace(config, bucket="module") if slower else config), None
 
 
-def _merge(graphs: Sequence[Graph], config: PassConfig) -> list[Report]:
+def merge(graphs: Sequence[Graph], config: PassConfig) -> list[Report]:
+    """Run ``bucket`` on each graph; "auto" has the room that they leave of the budget."""
     context = PassContext(config)
     return [bucket(graph, context, free) for graph, free in zip(graphs, _free(graphs, config), strict=True)]
 
 
-def _order(graphs: Sequence[Graph], config: PassConfig, default_budget: int | None = None) -> list[Report]:
+def order(graphs: Sequence[Graph], config: PassConfig, default_budget: int | None = None) -> list[Report]:
+    """Run ``schedule``, if it is to run."""
     return schedule(graphs, PassContext(config), default_budget) if config.schedule else []
 
 

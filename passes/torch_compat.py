@@ -181,6 +181,32 @@ def copy_node(graph: Graph, node: Node, copies: Mapping[Node, Node | None]) -> N
     return copy
 
 
+def update_result(node: Node) -> None:
+    """Find a node's fake result anew: that of an input is another now."""
+    values, named = (torch.fx.node.map_arg(each, lambda n: n.meta["val"]) for each in (node.args, node.kwargs))
+    with fake_mode_of((values, named)):
+        node.meta["val"] = node.target(*values, **named)  # type: ignore[operator, arg-type]
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source to its target, of any dtype, at once where there is a kernel for it, as torch's FSDP does."""
+    torch._foreach_copy_(targets, sources)
+
+
+def inductor_lowerings() -> tuple[Mapping[Any, Callable[..., Any]], Callable[..., Any]]:
+    """Inductor's code generators of operators, and what registers one: there is no public way for custom operators."""
+    from torch._inductor import lowering
+
+    return lowering.lowerings, lowering.register_lowering
+
+
+def name_of_compile() -> str:
+    """Which of this process's compiles runs, as torch numbers them in its logs, or empty; there is no public way."""
+    from torch._guards import CompileContext
+
+    return str(CompileContext.current_compile_id() or "").replace("/", ".")
+
+
 def real_tensors() -> AbstractContextManager[Any]:
     """Inside, tensors that a pass reckons with are real, though it runs while a compiler works with fake ones."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
