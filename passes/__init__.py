@@ -2,7 +2,7 @@
 
 On the joint graph of forward and backward, before the compiler partitions it:
 
-1. ``regather``: what is freed after forward is gathered again in the backward.
+1. ``regather``: what is freed after forward is gathered again in the backward, but for what ``keep_unsharded`` chooses.
 
 On the forward and the backward graph together, after partitioning:
 
@@ -15,11 +15,14 @@ On the backward graph:
 On the forward graph, the backward graph, and a graph that has no backward:
 
 4. ``bucket``: one gather for each group and run of its module, one reduction for each group; or across groups, as
-   ``bucket_choice`` says: by size, or by ``bucket_plan`` on what ``bucket_load`` reads and the costs of a ``machine``.
+   ``bucket_choice`` says: by size, or the fastest that ``bucket_timeline`` finds with the plans of ``bucket_plan``, by
+   what ``bucket_load`` reads and the costs of a ``machine``.
 5. ``schedule``: gathers launched early, reductions waited for late; on forward and backward together, as they share the
    memory.
 6. ``dedup``: one gather for runs of a module that follow each other, instead of one for each run.
 7. ``fuse_copies``: one kernel for the casts, divisions and copies on each side of a collective, by ``packing``.
+
+Buckets and schedule go by what ``plan`` decides: where that is the cost model's, it tries both on copies first.
 
 A pass is a function ``(graph, context) -> report``; ``keep_slices`` and ``schedule`` take several graphs. It changes
 graphs in place, leaves them lint-clean and in topological order, does nothing when run again, and reads tags only
@@ -39,8 +42,7 @@ How long a graph takes: ``hardware`` (what a machine can do) with ``alpha_beta``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
 from torch.fx import Graph
 
@@ -57,9 +59,10 @@ from .hardware import HardwareProfile, Network, profile
 from .keep_slices import keep_slices
 from .memory import MemoryProfile
 from .packing import teach_inductor
+from .plan import decide, merge, order
 from .regather import regather
 from .result import Result, evaluate
-from .schedule import eager_peak, schedule
+from .schedule import schedule
 from .simulate import Timeline, simulate
 from .skeleton import print_skeleton
 from .stages import run_stage
@@ -140,23 +143,13 @@ def run_inference(graph: Graph, context: PassContext) -> None:
 def _plan(parts: Mapping[str, Graph], context: PassContext) -> None:
     """Run the passes that decide what is moved together, when, and with which copies."""
     graphs = [*parts.values()]
-    budget = None if context.config.bucket == "module" else _eager_peak(graphs, context)
-    run_stage(4, parts, context, lambda: [bucket(graph, context) for graph in graphs])
-    if context.config.schedule:
-        run_stage(5, parts, context, lambda: schedule(graphs, context, budget))
+    config, budget = decide(graphs, context.config)
+    run_stage(4, parts, context, lambda: merge(graphs, config))
+    if config.schedule:
+        run_stage(5, parts, context, lambda: order(graphs, config, budget))
     run_stage(6, parts, context, lambda: [dedup(graph, context) for graph in graphs])
     run_stage(7, parts, context, lambda: [fuse_copies(graph, context) for graph in graphs])
     _show("after", parts, context)
-
-
-def _eager_peak(graphs: Sequence[Graph], context: PassContext) -> int | None:
-    """What the order of FSDP2 takes, in its own buckets, where others are chosen; ``None`` if nothing depends on it."""
-    if context.config.memory_budget is not None or not context.config.schedule:
-        return None
-    copies = [copy_graph(graph) for graph in graphs]
-    for copy in copies:
-        bucket(copy, PassContext(replace(context.config, bucket="module")))
-    return eager_peak(copies)
 
 
 def _show(when: str, parts: Mapping[str, Graph], context: PassContext) -> None:

@@ -28,27 +28,33 @@ class PassConfig:
             - "none": each alone.
             - a number of bytes, or a text like "25MB": across modules in order of use, until a bucket is so large.
               Counted is the whole: what a gather brings, what a reduction takes; 1 MB is a million bytes, 1 MiB 2**20.
-            - "auto": across modules, as is fastest by the cost model on ``hardware``; ``bucket_plan`` says how. It goes
-              by the time that compute takes, so all ranks must trace tensors of equal sizes.
+            - "auto": across modules, as is fastest by the cost model on ``hardware``, in no more memory than
+              ``memory_budget``; but those of modules where these are faster; ``plan`` says how. It goes by the time
+              and the memory that compute takes, so all ranks must trace tensors of equal sizes.
 
             All but the default may round sums in another way where three ranks and more reduce, as transports add the
             elements of a buffer in an order that depends on where in it they are; gathers never change bits.
         schedule: launch gathers ahead of their use, and let reductions run on; otherwise wait for each at once.
         memory_budget: peak of live bytes, as ``memory`` counts them, that ``schedule`` may fill; the order of
             collectives then depends on the sizes of activations, so all ranks must trace equal ones. ``None``: the peak
-            of FSDP2's eager order, and its order of collectives.
+            of FSDP2's eager order, and, but for "auto", its order of collectives.
+        regather: which groups the backward gathers again. ``None``: those that ``fully_shard`` says. "auto": of these,
+            all but some that are kept where that makes a step faster, by the cost model on ``hardware``, in no more
+            memory than ``memory_budget``, or ``None``: than without keeping any; ``keep_unsharded`` says how. All ranks
+            must trace tensors of equal sizes.
         hardware: name of a shipped hardware profile ("h100") or path of a file; ``None``: the one for the device.
         measure: simulate the step before and after each pass, for its report; that makes compiling slower.
         dump: directory for a text file after each pass, with its reports and the graphs. A compile that is served from
             a cache runs no passes, and writes nothing.
 
     Raises:
-        ValueError: ``bucket`` or ``hardware`` is none of these.
+        ValueError: ``bucket``, ``regather`` or ``hardware`` is none of these.
     """
 
     bucket: str | int = "module"
     schedule: bool = True
     memory_budget: int | None = None
+    regather: str | None = None
     hardware: str | None = None
     measure: bool = False
     dump: str | None = None
@@ -56,6 +62,8 @@ class PassConfig:
     def __post_init__(self) -> None:
         if self.bucket not in BUCKETS:
             _bytes(self.bucket)
+        if self.regather not in (None, "auto"):
+            raise ValueError(f"regather must be None or 'auto', not {self.regather!r}")
         if self.hardware is not None:
             profile(self.hardware)
 

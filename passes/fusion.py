@@ -10,7 +10,8 @@ have to run before and after it.
 
 Hence *levels*: how many barriers must come before an operation, one after the other; a kernel lies within one level. An
 operation that could as well run later, say one that recomputes something from saved activations, takes the level of its
-first use. All this is linear in the size of the graph. Inductor differs in that it may split a kernel in which
+first use; but compute does not run later for the sake of a transition, so it costs the same however gradients are
+packed. All this is linear in the size of the graph. Inductor differs in that it may split a kernel in which
 reductions go over different dimensions or very many tensors are concatenated, and may fuse kernels that only read the
 same.
 """
@@ -24,7 +25,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .data_flow import DataFlow, tensors_of
-from .graph_view import WAIT
+from .graph_view import WAIT, phase_of
 from .packing import PACK
 from .torch_compat import RESIZE, is_mutating
 
@@ -104,8 +105,13 @@ def _levels(graph: Graph, flow: DataFlow) -> dict[Node, int]:
             after[node] += 1
     for node in reversed(graph.nodes):
         if node in movable:
-            level[node] = min((level[user] for user in node.users if user.op != "output"), default=level[node])
+            draws = (user for user in node.users if user.op != "output" and _may_draw(user, node))
+            level[node] = min((level[user] for user in draws), default=level[node])
     return level
+
+
+def _may_draw(user: Node, node: Node) -> bool:
+    return phase_of(user) is None or phase_of(node) is not None
 
 
 def _root(node: Node, parent: dict[Node, Node]) -> Node:

@@ -146,15 +146,20 @@ def emit(graph: Graph, target: Callable[..., Any], *args: Any, result: Any = Non
 
 
 def copy_graph(graph: Graph) -> Graph:
-    """A copy with its own nodes and ``meta``, owned by a module so that it can be linted and run.
+    """A copy with its own nodes and ``meta``, owned by a module so that it can be run.
 
-    The nodes' fake results are shared. ``graph_copy`` alone leaves out the output node.
+    The nodes' fake results are shared.
     """
+    return GraphModule(graph.owning_module or torch.nn.Module(), copy_to_try(graph)).graph
+
+
+def copy_to_try(graph: Graph) -> Graph:
+    """The same without a module, whose making takes longer; ``graph_copy`` alone leaves out the output node."""
     copied = Graph()
     output = copied.graph_copy(graph, {}, return_output_node=True)
     assert isinstance(output, tuple)
     copied.output(output[0]).meta = {**output[1].meta}
-    return GraphModule(graph.owning_module or torch.nn.Module(), copied).graph
+    return copied
 
 
 def copy_node(graph: Graph, node: Node, copies: Mapping[Node, Node | None]) -> Node:
