@@ -142,6 +142,14 @@ class FSDPParam:
         self.has_extension = has_extension(self.name, data)
         self.traced.set_data(data, self.layout.without_padding(data))
 
+    def check_place(self) -> None:
+        """
+        Raises:
+            RuntimeError: the shard is not where it should be.
+        """
+        if self.sharded_data.device != self.shard_device:
+            raise RuntimeError(self._why_misplaced())
+
     def _why_misplaced(self) -> str:
         if self.sharded_data.is_meta:
             return (
@@ -234,8 +242,7 @@ class FSDPParam:
         """
         if self._post_forward_data is not None:
             return [self._post_forward_data]
-        if self.sharded_data.device != self.shard_device:
-            raise RuntimeError(self._why_misplaced())
+        self.check_place()
         self._gathered_stamp = write_stamp(self.sharded_param)
         unsharding = self._unsharding
         if unsharding is None or not unsharding.fits(self):
