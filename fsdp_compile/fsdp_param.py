@@ -142,6 +142,14 @@ class FSDPParam:
         self.has_extension = has_extension(self.name, data)
         self.traced.set_data(data, self.layout.without_padding(data))
 
+    def check_place(self) -> None:
+        """
+        Raises:
+            RuntimeError: the shard is not where it should be.
+        """
+        if self.sharded_data.device != self.shard_device:
+            raise RuntimeError(self._why_misplaced())
+
     def _why_misplaced(self) -> str:
         if self.sharded_data.is_meta:
             return (
@@ -234,8 +242,7 @@ class FSDPParam:
         """
         if self._post_forward_data is not None:
             return [self._post_forward_data]
-        if self.sharded_data.device != self.shard_device:
-            raise RuntimeError(self._why_misplaced())
+        self.check_place()
         self._gathered_stamp = write_stamp(self.sharded_param)
         unsharding = self._unsharding
         if unsharding is None or not unsharding.fits(self):
@@ -381,14 +388,14 @@ class FSDPParam:
 
     def take_reduced_grad(self, grad: torch.Tensor) -> None:
         """A graph has reduced this gradient."""
-        self._check_settings(reduce=True, all_reduce=True)
-        self.accumulate_sharded_grad(grad)
+        if self._still_takes(reduce=True, all_reduce=True):
+            self.accumulate_sharded_grad(grad)
 
     def put_unsharded_grad(self, grad: torch.Tensor) -> None:
         """A graph has not reduced this gradient: set it aside."""
-        self._check_settings(reduce=False, all_reduce=False)
-        earlier = self.take_set_aside_grad()
-        self.accumulated_grad = grad if earlier is None else earlier.add_(grad)
+        if self._still_takes(reduce=False, all_reduce=False):
+            earlier = self.take_set_aside_grad()
+            self.accumulated_grad = grad if earlier is None else earlier.add_(grad)
 
     def take_set_aside_grad(self) -> torch.Tensor | None:
         """For a graph that reduces: what earlier backwards have not, local and in the reduce dtype."""
@@ -397,15 +404,20 @@ class FSDPParam:
 
     def put_partial_grad(self, grad: torch.Tensor) -> None:
         """A graph has reduced this gradient over the shard ranks only: set it aside."""
-        self._check_settings(reduce=True, all_reduce=False)
-        self.add_partial_grad(grad.view(-1))
+        if self._still_takes(reduce=True, all_reduce=False):
+            self.add_partial_grad(grad.view(-1))
 
     def take_set_aside_partial(self) -> torch.Tensor | None:
         """For a graph that reduces over replicas: what earlier backwards have not, of the size of the sharded data."""
         partial = self.take_partial_grad()
         return None if partial is None else partial.view(self.layout.padded_sharded_size)
 
-    def _check_settings(self, reduce: bool, all_reduce: bool) -> None:
+    def _still_takes(self, reduce: bool, all_reduce: bool) -> bool:
+        """Whether the parameter takes a gradient that was reduced so; not if it was frozen since the forward.
+
+        Raises:
+            RuntimeError: the settings of its reduction were changed since the forward.
+        """
         settings = self.reduction
         wanted = settings.reduce_grads and (settings.all_reduce_grads or self.mesh_info.replicate_mesh_dim is None)
         if settings.reduce_grads != reduce or wanted != all_reduce:
@@ -414,6 +426,7 @@ class FSDPParam:
                 "backward. Call set_requires_gradient_sync and set_requires_all_reduce before the forward: the graph "
                 "of its backward is chosen there."
             )
+        return self.sharded_param.requires_grad
 
     def __repr__(self) -> str:
         return f"FSDPParam({self.name}, {tuple(self.layout.global_size)}, {self.sharded_state.name})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch._functorch import config as functorch_config
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass  # a pass whose results may be cached
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn  # the same for a partitioner
 from torch._inductor.custom_graph_pass import CustomSchedulerPass as CustomSchedulerPass  # the same, before fusion
@@ -220,9 +222,19 @@ one_node_functions: list[str] = []  # names of the functions that are marked so
 
 
 def one_node(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark ``function``: to Dynamo a call of it is one node, which it does not look into; AOTAutograd does."""
+    """Mark ``function``: to Dynamo a call of it is one node, which it does not look into; AOTAutograd does.
+
+    Inside function transforms, such as ``torch.vmap`` around a module, it runs as if outside of them: they are about
+    tensors that the module is called with. There is no public way to step out of them.
+    """
     one_node_functions.append(f"{function.__module__}.{function.__name__}")
-    return torch._dynamo.allow_in_graph(function)
+
+    @functools.wraps(function)
+    def outside_of_transforms(*args: Any) -> Any:
+        with temporarily_clear_interpreter_stack():
+            return function(*args)
+
+    return torch._dynamo.allow_in_graph(outside_of_transforms)
 
 
 def run_by_python(function: Callable[..., Any]) -> Callable[..., Any]:

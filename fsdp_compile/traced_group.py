@@ -159,8 +159,10 @@ class TracedGroup:
         return self._settings._replace(shown=shown, trains=trains)
 
     def follow_replacements(self) -> None:
-        """Take parameters that someone assigned to the modules."""
+        """Take parameters that someone assigned to the modules; refuse those that are not where they should be."""
         self._group.follow_replacements()
+        for param in self._group.params:
+            param.check_place()
 
     def tags(self, number: int) -> list[str]:
         """What graph nodes carry, for each parameter; the group has this ``number`` in the graph."""

@@ -48,7 +48,7 @@ class PassConfig:
             a cache runs no passes, and writes nothing.
 
     Raises:
-        ValueError: ``bucket``, ``regather`` or ``hardware`` is none of these.
+        ValueError: a choice is none of these.
     """
 
     bucket: str | int = "module"
@@ -62,6 +62,10 @@ class PassConfig:
     def __post_init__(self) -> None:
         if self.bucket not in BUCKETS:
             _bytes(self.bucket)
+        if not isinstance(self.schedule, bool):
+            raise ValueError(f"schedule must be True or False, not {self.schedule!r}")
+        if self.memory_budget is not None and not _is_number(self.memory_budget, at_least=0):
+            raise ValueError(f"memory_budget must be a whole number of bytes or None, not {self.memory_budget!r}")
         if self.regather not in (None, "auto"):
             raise ValueError(f"regather must be None or 'auto', not {self.regather!r}")
         if self.hardware is not None:
@@ -83,14 +87,19 @@ BUCKETS = ("module", "none", "auto")
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
+def _is_number(value: object, at_least: int) -> bool:
+    """Whether ``value`` is an int, of which bools are none here, and that large."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
 def _bytes(size: object) -> int:
     """A size of buckets in bytes.
 
     Raises:
         ValueError: it is none.
     """
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
+    if _is_number(size, at_least=1):
+        return size  # type: ignore[return-value]
     parsed = re.fullmatch(rf"(\d+(?:\.\d+)?) *({'|'.join(UNITS)})", size) if isinstance(size, str) else None
     if parsed is None or float(parsed[1]) * UNITS[parsed[2]] < 1:
         choices = ", ".join(map(repr, BUCKETS))

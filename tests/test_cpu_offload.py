@@ -35,8 +35,9 @@ def refuse_misplaced() -> None:
     kwargs = {"offload_policy": fsdp_compile.CPUOffloadPolicy(), "mp_policy": MixedPrecisionPolicy()}
     model = shard(Net(), fully_shard, **kwargs)
     model.to("meta")
-    with pytest.raises(RuntimeError, match=r"inp\.weight is still on the meta device.*to_empty"):
-        model(torch.ones(4, 12))
+    for forward in (model, torch.compile(model, backend="fsdp_eager", fullgraph=True)):
+        with pytest.raises(RuntimeError, match=r"inp\.weight is still on the meta device.*to_empty"):
+            forward(torch.ones(4, 12))
     model = shard(Net(), fully_shard, **kwargs)
     loss = loss_of(model(torch.ones(4, 12)))
     model.head.bias.grad = torch.zeros_like(model.head.bias)

@@ -290,6 +290,14 @@ def test_a_choice_that_is_none(bucket: Any) -> None:
         backend.configure(bucket=bucket)
 
 
+@pytest.mark.parametrize(
+    "name, value", [("schedule", "no"), ("schedule", 0), *[("memory_budget", v) for v in ("8GB", -1, 0.5)]]
+)
+def test_other_choices_that_are_none(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        backend.configure(**{name: value})
+
+
 def test_a_machine_that_is_unknown() -> None:
     with pytest.raises(ValueError, match="unknown hardware profile 'h101'"):
         backend.configure(hardware="h101")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from models import batch, my_part, shard
+from models import assert_close_to_one_process, batch, my_part, shard, train
 from torch import nn
 from traced import SmallBlock, SmallNet, Training, assert_equal, compiled, graphs, loss_of, of_stage, reset
 
@@ -482,3 +482,26 @@ def _train_evaluate():
             training.model.train()
     assert_equal(eager, traced)
     assert graph_count() == 2
+
+
+class Mapped(SmallNet):
+    def forward(self, x):
+        return self.head(torch.vmap(self.blocks[0])(self.inp(x)))
+
+
+class Differentiated(SmallNet):
+    def forward(self, x):
+        gradient = torch.func.grad(lambda y: self.blocks[0](y).sin().sum())
+        return self.head(gradient(self.inp(x)))
+
+
+@pytest.mark.parametrize("cls", [Mapped, Differentiated])
+def test_transforms_around_a_block(ranks2, cls):
+    ranks2.run(_transforms, cls)
+
+
+def _transforms(cls):
+    model = build(cls)
+    train(model, compiled(model))
+    torch.manual_seed(0)
+    assert_close_to_one_process(model, cls())

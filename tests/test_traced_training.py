@@ -90,6 +90,21 @@ def asks_for_gradients(model, forward, optimizer):
     model.zero_grad()
 
 
+def freezes_before_the_backward(model, forward, optimizer):
+    """What is frozen then gets no gradient, neither now nor later from what was set aside."""
+    for syncs in (False, True, True):
+        model.set_requires_gradient_sync(syncs)
+        loss = loss_of(forward, 0)
+        for module in (model.blocks[0], model.head, model.blocks[1].up):
+            module.requires_grad_(False)
+        loss.backward()
+        yield gradients(model)
+        model.requires_grad_(True)
+    loss_of(forward, 1).backward()
+    yield gradients(model)
+    optimizer.step()
+
+
 def changes_batch_size(model, forward, optimizer):
     for rows in (8, 4, 12, 8):
         forward(my_part(batch(0, rows=rows))).square().mean().backward()
@@ -107,6 +122,7 @@ LOOPS = [
     keeps_the_graph,
     steps_after_a_forward_without_backward,
     asks_for_gradients,
+    freezes_before_the_backward,
     changes_batch_size,
 ]
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
