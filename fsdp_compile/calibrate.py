@@ -46,8 +46,8 @@ def calibrate(name: str, largest: int | None = None) -> HardwareProfile:
     Raises:
         ValueError: there is one rank only, or ranks sit unevenly on nodes.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    within, across = _networks(_sizes(largest or LARGEST[device], dist.get_world_size()), device)
+    device = _device()
+    within, across = networks(largest)
     copied = COPIED[device]
     measured = HardwareProfile(
         name,
@@ -84,9 +84,14 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
 # -- network ----------------------------------------------------------------------------------------------------------
 
 
-def _networks(sizes: Sequence[int], device: str) -> tuple[Network, Network]:
-    """Of a node and between nodes; where there is only one of them, both are what there is."""
+def networks(largest: int | None = None) -> tuple[Network, Network]:
+    """Measure the network alone: in a node and between nodes; where there is only one of them, both are what there is.
+
+    Collective, with the argument, the agreement of ranks and the errors of ``calibrate``.
+    """
+    device = _device()
     world, local = dist.get_world_size(), _ranks_in_node()
+    sizes = _sizes(largest or LARGEST[device], world)
     if world == 1:
         raise ValueError("collectives need at least 2 ranks")
     if world % local:
@@ -147,6 +152,10 @@ def _sizes(largest: int, world: int) -> list[int]:
     while sizes[-1] // 4 >= 4096:
         sizes.append(sizes[-1] // 4)
     return sorted({-(-size // (4 * world)) * 4 * world for size in sizes})
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _ranks_in_node() -> int:
