@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 import torch
@@ -43,6 +44,18 @@ def _lasting(seconds: float) -> Iterator[None]:
     end = time.perf_counter() + seconds
     yield
     time.sleep(max(0.0, end - time.perf_counter()))
+
+
+def launch_seconds() -> float:
+    """How much longer such an operator takes than it is to: to be called, and to wake up; the median of many."""
+    x, weight, asked = torch.zeros(ROWS, 1), torch.zeros(1, 1), 1e-3
+
+    def once() -> float:
+        start = time.perf_counter()
+        linear(x, weight, asked)
+        return time.perf_counter() - start - asked
+
+    return median(once() for _ in range(100))
 
 
 @linear.register_fake

@@ -14,7 +14,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: each rank has one core
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")
@@ -31,6 +30,7 @@ BASE = "torch"
 AUTO_GOALS = {0.25: 0.76, 1.0: 0.54, 4.0: 0.73}  # to the base, by communication to compute
 BOUND_GOAL = 1.05
 MEMORY_GOAL = 1.25  # in the step, to the base
+SENT_GOAL = 1.005  # to the base: the same data; acknowledgements differ a little
 CLOSE = 0.15  # a prediction is to be off by no more
 PREDICTED = (
     (Load(8, 384, 0.010, 0.25), "module"),
@@ -38,6 +38,8 @@ PREDICTED = (
     (Load(8, 384, 0.010, 1.0), "auto"),
     (Load(8, 384, 0.010, 1.0), "none"),
     (Load(8, 384, 0.010, 2.0), "2MB"),
+    (Load(8, 384, 0.010, 4.0), "module"),
+    (Load(8, 384, 0.010, 4.0), "auto"),
     (Load(4, 512, 0.020, 0.5), "module"),
     (Load(4, 512, 0.020, 2.0), "auto"),
     (Load(12, 256, 0.006, 1.0), "1MB"),
@@ -108,9 +110,13 @@ def memory(args: argparse.Namespace) -> Measured:
 def prediction(args: argparse.Namespace) -> Measured:
     args.predicted = PREDICTED
     numbers = on_ranks(prediction_rank, RANKS, args)
-    off = max(abs(row["step"] / row["measured"] - 1) for row in numbers["rows"])
-    print("\n".join([*map(_as_line, numbers["rows"]), f"off by {off:.0%} at most, goal {CLOSE:.0%}"]))
-    return [], numbers
+    rows = [
+        compare(_described(found), "ms", MILLI, [found["step"]] * args.rounds, found["measured"])
+        for found in numbers["found"]
+    ]
+    off = max(abs(row.ratio - 1) for row in rows)
+    print(f"predicted to measured: off by {off:.0%} at most, goal {CLOSE:.0%}")
+    return rows, numbers
 
 
 MEASUREMENTS = {"times": times, "memory": memory, "prediction": prediction}
@@ -129,7 +135,7 @@ def _step(quantity: str, ours: Sequence[float], other: Sequence[float], goal: fl
 
 def _sent(pairs: Sequence[Numbers], name: str) -> Comparison:
     ours, base = (_joined(pairs, each, "sent") for each in (name, BASE))
-    return compare(f"sent: {name} to {BASE}", "MB", MEGA, ours, base, 1.0 if name in COMPILED else None)
+    return compare(f"sent: {name} to {BASE}", "MB", MEGA, ours, base, SENT_GOAL if name in COMPILED else None)
 
 
 def _of_pair(pair: Numbers, best: str) -> str:
@@ -139,11 +145,9 @@ def _of_pair(pair: Numbers, best: str) -> str:
     return f"pair: {ratios}; predicted {steps}"
 
 
-def _as_line(row: dict[str, Any]) -> str:
-    model = f"{row['layers']:2} layers of width {row['width']} and {MILLI * row['layer_seconds']:.0f} ms"
-    link = f"{MEGA * row['rate']:5.1f} MB/s"
-    steps = f"predicted {MILLI * row['step']:6.1f} ms, measured {MILLI * row['measured']:6.1f} ms"
-    return f"{model}, {link}, {row['bucket']:>6}: {steps}, ratio {row['step'] / row['measured']:.3f}"
+def _described(found: Numbers) -> str:
+    model = f"{found['layers']} layers of {found['width']} and {MILLI * found['layer_seconds']:.0f} ms"
+    return f"{model}, {MEGA * found['rate']:.0f} MB/s, {found['bucket']}"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from collections.abc import Callable
 from functools import partial
@@ -80,7 +81,7 @@ def link_rank(rank: int, world: int, args: argparse.Namespace, directory: str) -
     for each in contestants.values():
         bytes_of_a_step(each)  # the first makes connections and buffers
     sent = {name: bytes_of_a_step(each) for name, each in contestants.items()}
-    rate = args.rate * 1e6 / 8 if args.rate else _from_rank_0(sent["torch"] / compute)
+    rate = args.rate * 1e6 / 8 if args.rate else from_rank_0(sent["torch"] / compute)
     limit_rate(rate)
     samples = run_rounds(contestants, args.rounds, args.steps, timed_update=True)
     for name, of in samples.items():
@@ -113,6 +114,7 @@ def live_bytes_of(make: Callable[[], Contestant]) -> list[LiveBytes]:
             step()
         return step
 
+    gc.collect()  # or what other contestants left would be freed while this one is watched
     dist.barrier()
     found = live_bytes(prepare, MEMORY_STEPS)
     if not found:
@@ -133,7 +135,7 @@ def bytes_of_a_step(contestant: Contestant) -> int:
     return bytes_sent() - start
 
 
-def _from_rank_0(value: float) -> float:
+def from_rank_0(value: float) -> float:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]

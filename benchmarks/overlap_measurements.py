@@ -11,9 +11,9 @@ from statistics import median
 
 import torch.distributed as dist
 from contestants import Contestant, Task
-from emulated_compute import FLOP_RATE, emulated_task
+from emulated_compute import FLOP_RATE, emulated_task, launch_seconds
 from harness import Numbers, finish, join, write
-from measurements import bytes_of_a_step, live_bytes_of
+from measurements import bytes_of_a_step, from_rank_0, live_bytes_of
 from overlap_contestants import COMPILED, MAKERS, compiled
 from rate_limited_link import join_link, limit_rate
 from rounds import over_ranks, run_rounds
@@ -104,10 +104,10 @@ def prediction_rank(rank: int, world: int, args: argparse.Namespace, directory: 
         with backend.observed(partial(_keep, graphs)):
             contestant = compiled(bucket)(load.task(), config)
         samples = run_rounds({"compiled": contestant}, args.rounds, args.steps, timed_update=False)
-        measured = {"measured": median(samples["compiled"]["wall"]), "rate": load.rate, "bucket": bucket}
+        measured = {"measured": samples["compiled"]["wall"], "rate": load.rate, "bucket": bucket}
         found.append(asdict(load) | measured | _predict(graphs, costs))
     if rank == 0:
-        write({"rows": found}, directory)
+        write({"found": found}, directory)
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -122,7 +122,8 @@ def _join(rank: int, world: int, directory: str) -> HardwareProfile:
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     join_link(rank, Path(directory))
     join(rank, world, directory, device=None)
-    return replace(calibrate("emulated", SMALL), peak_flops=(("float32", FLOP_RATE),))
+    machine = calibrate("emulated", SMALL)
+    return replace(machine, peak_flops=(("float32", FLOP_RATE),), kernel_launch=from_rank_0(launch_seconds()))
 
 
 def _on_link(machine: HardwareProfile, load: Load, directory: str) -> tuple[PassConfig, CostModel]:
