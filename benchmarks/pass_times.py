@@ -2,6 +2,7 @@
 
     python benchmarks/pass_times.py
     python benchmarks/pass_times.py --layers 8 32 --profile 20
+    python benchmarks/pass_times.py --bucket auto
 
 One process, no data. See README.md for what is measured.
 """
@@ -29,7 +30,7 @@ from torch_compat import join_imaginary_world  # noqa: E402
 from traced_llama import traced_stages  # noqa: E402
 
 from fsdp_compile.models import LlamaConfig  # noqa: E402
-from fsdp_compile.passes import PassContext, copy_graph, run_joint, run_parts  # noqa: E402
+from fsdp_compile.passes import PassConfig, PassContext, copy_graph, run_joint, run_parts  # noqa: E402
 
 WORLD, LENGTH = 64, 8
 GROWTH_GOAL, SECONDS_GOAL = 1.15, 20.0
@@ -40,14 +41,15 @@ def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(1)
     join_imaginary_world(WORLD)
+    config = PassConfig(bucket=args.bucket, hardware="h100")
     found = {}
     for layers in sorted(args.layers):
         print(f"tracing {layers} layers ...", file=sys.stderr, flush=True)
         traced = traced_stages(tiny(layers), WORLD, 1, LENGTH)
-        found[layers] = measure(traced, args.rounds)
+        found[layers] = measure(traced, args.rounds, config)
         print(row(layers, traced, found[layers]), flush=True)
         if args.profile:
-            print_profile(traced, args.profile)
+            print_profile(traced, args.profile, config)
     print("\n".join(verdicts(found)))
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -57,6 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", nargs="+", type=positive, default=[8, 32, 126], help="default: %(default)s")
     parser.add_argument("--rounds", type=positive, default=3, help="the least counts (default: %(default)s)")
+    parser.add_argument("--bucket", default="module", help="of the passes' configuration (default: %(default)s)")
     parser.add_argument("--profile", type=positive, metavar="N", help="also print the N functions that take longest")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers there")
     return parser.parse_args()
@@ -66,16 +69,16 @@ def tiny(layers: int) -> LlamaConfig:
     return LlamaConfig(dim=16, layers=layers, heads=2, kv_heads=1, ffn_dim=32, vocab=32)
 
 
-def measure(traced: dict[str, Graph], rounds: int) -> dict[str, float]:
+def measure(traced: dict[str, Graph], rounds: int, config: PassConfig) -> dict[str, float]:
     """Seconds of CPU time by stage; the least of the rounds, as others on the machine only add to it."""
-    samples = [[seconds(run) for run in runs(traced)] for _ in range(rounds)]
+    samples = [[seconds(run) for run in runs(traced, config)] for _ in range(rounds)]
     return dict(zip(STAGES, map(min, zip(*samples, strict=True)), strict=True))
 
 
-def runs(traced: dict[str, Graph]) -> list[Callable[[], None]]:
+def runs(traced: dict[str, Graph], config: PassConfig) -> list[Callable[[], None]]:
     """The passes of each stage, on copies."""
     joint, *parts = (copy_graph(traced[name]) for name in ("joint", "forward", "backward"))
-    return [lambda: run_joint(joint, PassContext()), lambda: run_parts(*parts, PassContext())]
+    return [lambda: run_joint(joint, PassContext(config)), lambda: run_parts(*parts, PassContext(config))]
 
 
 def seconds(run: Callable[[], None]) -> float:
@@ -113,9 +116,9 @@ def exponent(seconds: dict[int, float]) -> float:
     return math.log(after / before) / math.log(many / few)
 
 
-def print_profile(traced: dict[str, Graph], lines: int) -> None:
+def print_profile(traced: dict[str, Graph], lines: int, config: PassConfig) -> None:
     profiler = cProfile.Profile()
-    for run in runs(traced):
+    for run in runs(traced, config):
         profiler.runcall(run)
     pstats.Stats(profiler).strip_dirs().sort_stats("cumulative").print_stats(lines)
 

@@ -20,6 +20,16 @@ def join_imaginary_world(world: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
 
 
+@contextmanager
+def imaginary_world(world: int) -> Iterator[None]:
+    """Inside, be rank 0 of such a world."""
+    join_imaginary_world(world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def gather_asynchronously(module: Any) -> None:
     """Have torch's FSDP module start its all-gathers without waiting; on CPU there is no public way."""
     module._set_unshard_async_op(True)

@@ -130,6 +130,7 @@ def install_into(compiler_fn: Any) -> None:
     backend = torch_compat.innermost_backend(compiler_fn)
     if not torch_compat.is_inductor(backend) or passes_will_run(backend):
         return
+    passes.teach_inductor()
     before = _setting(backend, "joint_custom_pre_pass")
     users = [] if before is None else [*before] if isinstance(before, (list, tuple)) else [before]
     backend.config["joint_custom_pre_pass"] = [*users, _joint_pass]

@@ -1,11 +1,13 @@
-"""The transitions of a whole group as two operators: that is all AOTAutograd traces, so large models compile quickly.
+"""The transitions of a whole group as one operator each: all that AOTAutograd traces, so large models compile quickly.
 
     unshard(shards ...)   -> for each the unsharded data with padding
     reduce(gradients ...) -> for each the gradient of its shard
+    free(unsharded ...)      nothing; from here on none of them holds data
 
-Before the passes run, ``lowering`` writes each out into the collectives of each parameter. Where none of our passes
-run, the operators run as they are. Results never share memory with arguments, so these are for parameters that some
-collective or cast gives memory of its own.
+Before the passes run, ``lowering`` writes each out into the collectives, or the ``resize_``, of each parameter. Where
+none of our passes run, the first two run as they are, and nothing is freed: the backward would not gather again.
+Results never share memory with arguments, so these are for parameters that some collective or cast gives memory of its
+own.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import transitions
+from . import torch_compat, transitions
 from .recipes import Recipe, read_recipes
 
 _library = torch.library.Library("fsdp_compile", "FRAGMENT")
@@ -24,9 +26,13 @@ _library.define(
     "reduce(Tensor[] grads, Tensor?[] unsharded_places, Tensor?[] partial_places, str recipes, str[] tags, int[] which)"
     " -> Tensor[]"
 )
+# By its schema it leaves the tensors as they are: those that mutate some AOTAutograd rewrites into others that do not.
+_library.define("free(Tensor[] made, str[] tags) -> ()")
 
 UNSHARD = torch.ops.fsdp_compile.unshard.default
 REDUCE = torch.ops.fsdp_compile.reduce.default
+FREE = torch.ops.fsdp_compile.free.default
+torch.fx.node.has_side_effect(FREE)  # so that it is not taken for dead
 
 
 def _members(*arguments: Any) -> Iterator[tuple[Any, ...]]:
@@ -67,3 +73,14 @@ def _like_reduced(recipe: Recipe, grad: torch.Tensor) -> torch.Tensor:
     size = list(grad.size())
     size[recipe.shard_dim] = (size[recipe.shard_dim] + recipe.padding) // recipe.world
     return grad.new_empty(size, dtype=recipe.grad_dtype, device=recipe.grad_device)
+
+
+@torch.library.impl(_library, "free", "CompositeExplicitAutograd")
+def _free(made: list[torch.Tensor], tags: list[str]) -> None:
+    for tensor in made:
+        torch_compat.resize_storage(tensor, 0)
+
+
+@torch.library.register_fake("fsdp_compile::free", lib=_library)
+def _(made: list[torch.Tensor], tags: list[str]) -> None:
+    pass

@@ -2,10 +2,11 @@
 
     shards ─ UNSHARD ─ getitem ─ uses          ->    shard ─ cast ─ gather ─ wait ─ uses             for each parameter
     gradients ─ REDUCE ─ getitem ─ output      ->    gradient ─ cast ─ reduce ─ wait ─ cast ─ output
+    unsharded ─ FREE                           ->    unsharded ─ resize_
 
-The nodes are those that tracing ``transitions`` of a parameter gives. That is done once for each kind of parameter and
-not for each parameter: the layers of a model are alike, and tracing an operator costs a hundred times what copying its
-node does.
+The nodes of the first two are those that tracing ``transitions`` of a parameter gives. That is done once for each kind
+of parameter and not for each parameter: the layers of a model are alike, and tracing an operator costs a hundred times
+what copying its node does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from . import passes, torch_compat, transitions
-from .group_ops import REDUCE, UNSHARD
+from .group_ops import FREE, REDUCE, UNSHARD
 from .recipes import Recipe, read_recipes
 
 Decompositions = Mapping[Any, Callable[..., Any]]
@@ -44,8 +45,26 @@ def lower(graph: Graph, decompositions: Decompositions) -> None:
         for item in list(node.users):
             _take_place(results[item.args[1]], item)  # type: ignore[index]
         graph.erase_node(node)
-    if found:
+    freed = [node for node in graph.nodes if node.target is FREE]
+    for node in freed:
+        _write_frees(node)
+    if found or freed:
         graph.lint()
+
+
+def _write_frees(node: Node) -> None:
+    made, tags = node.args
+    with node.graph.inserting_before(node):
+        for tensor, tag in zip(made, tags, strict=True):  # type: ignore[arg-type]
+            resize = node.graph.call_function(passes.RESIZE, (tensor, 0))
+            resize.meta.update(_meta(node, tag, passes.RESHARD))  # type: ignore[arg-type]
+    node.graph.erase_node(node)
+
+
+def _meta(node: Node, tag: str, phase: str) -> dict[str, Any]:
+    """What a node carries that is written for a parameter with this ``tag``, in place of the operator ``node``."""
+    kept = {name: value for name, value in node.meta.items() if name not in OF_OPERATOR}
+    return kept | {"custom": {**node.meta.get("custom", {}), "fsdp": {**json.loads(tag), "phase": phase}}}
 
 
 def _take_place(result: Node, item: Node) -> None:
@@ -73,9 +92,7 @@ class Step:
         gathers = node.target is UNSHARD
         self.run: Callable[..., torch.Tensor] = transitions.all_gather if gathers else transitions.reduce
         phase = passes.UNSHARD if gathers else passes.REDUCE
-        tag = json.loads(tags[which[position]])  # type: ignore[arg-type, index]
-        custom = {**node.meta.get("custom", {}), "fsdp": {**tag, "phase": phase}}
-        self.meta = {name: value for name, value in node.meta.items() if name not in OF_OPERATOR} | {"custom": custom}
+        self.meta = _meta(node, tags[which[position]], phase)  # type: ignore[arg-type, index]
 
     @property
     def before(self) -> Node:

@@ -235,11 +235,6 @@ def run_by_python(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def record_free(tensor: torch.Tensor) -> None:
-    """``tensor.untyped_storage().resize_(0)`` as a graph holds it: an operator without a public name."""
-    torch.ops.inductor.resize_storage_bytes_(tensor, 0)
-
-
 def below_autograd() -> AbstractContextManager[Any]:
     """Inside, operators skip autograd; for functional collectives that is a slow layer of Python."""
     return torch._C._AutoDispatchBelowAutograd()

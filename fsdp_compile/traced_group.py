@@ -76,24 +76,43 @@ class Written(NamedTuple):
     special: list[FSDPParam]
 
 
+class Open(NamedTuple):
+    """What modules hold that a graph made.
+
+    Attributes:
+        token: of that graph.
+        made: the unsharded parameters, and all else that may be freed after use.
+        owned: where among them each parameter has what may be freed.
+        hidden: what the modules held before.
+        outer: what was open before: nothing, as it was found.
+    """
+
+    token: str
+    made: list[torch.Tensor]
+    owned: tuple[tuple[int, ...], ...]
+    hidden: list[Any]
+    outer: Open | None
+
+
 class TracedGroup:
     """What graphs read of ``group``, and what they do with it.
 
     Attributes:
         why_untraced: what is set that has no traced form; or empty.
-        is_open: whether the modules hold tensors that a graph made.
     """
 
     def __init__(self, group: FSDPParamGroup) -> None:
         self._group = group
         self.why_untraced = ""
-        self.is_open = False
-        self._token = ""  # of the graph that made them
-        self._made: list[torch.Tensor] = []  # the unsharded parameters, and all else that may be freed after use
-        self._owned: tuple[tuple[int, ...], ...] = ()  # where each parameter has what may be freed
-        self._hidden: list[Any] = []  # what the modules held before
+        # In a dict: what goes back there as it came is no change for Dynamo, which writes nothing when a graph ends.
+        self._now: dict[str, Open | None] = {"open": None}
         self._known: dict[Hashable, Written] = {}
         self.renew()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the modules hold tensors that a graph made."""
+        return self._now["open"] is not None
 
     # -- between graphs -----------------------------------------------------------------------------------------------
 
@@ -130,7 +149,7 @@ class TracedGroup:
 
     def forget(self) -> None:
         """Forget what a graph made: the modules hold it no more, or will not."""
-        self._made, self._hidden, self.is_open = [], [], False
+        self._now["open"] = None
 
     def settings(self) -> Settings:
         """As they are now. What users change without a call of ours is read each time."""
@@ -152,34 +171,37 @@ class TracedGroup:
 
     def unshard(self) -> None:
         """Emit the all-gathers of all parameters, unless the graph holds them already, and give them to the modules."""
-        token = trace_token()
-        if not self.is_open or self._token != token:
-            self.is_open, self._token = True, token
+        token, opened = trace_token(), self._now["open"]
+        if opened is None or opened.token != token:
             if torch.compiler.is_compiling():
                 install_passes()
-                self._unshard(guarded_settings(), own_tags())
+                self._unshard(token, guarded_settings(), own_tags())
             else:  # Dynamo has given up in the middle of the transition; operators are run instead of recorded
-                self._unshard(tuple(self.settings()), self.tags(0))
+                self._unshard(token, tuple(self.settings()), self.tags(0))
 
-    def _unshard(self, settings: tuple[Any, ...], tags: list[str]) -> None:
+    def _unshard(self, token: str, settings: tuple[Any, ...], tags: list[str]) -> None:
         recipes, names, extends, distributed, owned, _, shown, trains = settings
         if any(extends):
-            full = self._unshard_one_by_one(settings, tags)
+            full, made, owned = self._unshard_one_by_one(settings, tags)
         else:
-            self._owned = owned
-            full = self._made = traced_ops.unshard(recipes, tags, self._inputs, tuple(range(len(tags))), trains)
+            full = made = traced_ops.unshard(recipes, tags, self._inputs, tuple(range(len(tags))), trains)
         if any(distributed):
             full = [self._special[index].traced.as_distributed(full[index]) for index in range(len(tags))]
         # What comes from a module's dict and goes back there is no change for Dynamo, and it need not look at it.
         owners = list(zip(self._owners, names, strict=True))
         if shown:
-            self._hidden = [module._parameters[name] for module, (name, _) in owners]
+            hidden = [module._parameters[name] for module, (name, _) in owners]
         else:
-            self._hidden = [self._sharded_params[index] for _, (_, index) in owners]
+            hidden = [self._sharded_params[index] for _, (_, index) in owners]
         for module, (name, index) in owners:
             module._parameters[name] = full[index]  # type: ignore[assignment]
+        if self.is_open:  # by another graph
+            self.forget()
+        self._now["open"] = Open(token, made, owned, hidden, self._now["open"])
 
-    def _unshard_one_by_one(self, settings: tuple[Any, ...], tags: list[str]) -> list[torch.Tensor]:
+    def _unshard_one_by_one(
+        self, settings: tuple[Any, ...], tags: list[str]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], tuple[tuple[int, ...], ...]]:
         full: list[torch.Tensor] = []
         made: list[torch.Tensor] = []
         owned: list[tuple[int, ...]] = []
@@ -188,8 +210,7 @@ class TracedGroup:
             full.append(first)
             owned.append(tuple(range(len(made), len(made) + len(own))))
             made.extend(own)
-        self._made, self._owned = made, tuple(owned)
-        return full
+        return full, made, tuple(owned)
 
     def _unshard_one(
         self, index: int, settings: tuple[Any, ...], tags: list[str]
@@ -222,19 +243,19 @@ class TracedGroup:
         Args:
             to_fewer: keep a slice, if fewer ranks are set that do.
         """
-        if not self.is_open:
+        opened = self._now["open"]
+        if opened is None:
             return False
-        made, hidden = self._made, self._hidden
-        self.forget()
+        self._now["open"] = opened.outer
         if not torch.compiler.is_compiling():
             self._group.show_sharded()
         else:
             recipes, names, _, _, _, slices, _, _ = own_settings()
-            for module, (name, _), before in zip(self._owners, names, hidden, strict=True):
+            for module, (name, _), before in zip(self._owners, names, opened.hidden, strict=True):
                 module._parameters[name] = before
-            if self._token == trace_token():
+            if opened.token == trace_token():
                 if free and frees_are_restored():
-                    self._free(recipes, made, slices and to_fewer)
+                    self._free(recipes, opened, slices and to_fewer)
                 return False
         warn_once(
             f"fsdp_compile: a graph break inside {self._group.label} splits its forward over several graphs; "
@@ -242,11 +263,11 @@ class TracedGroup:
         )
         return True
 
-    def _free(self, recipes: str, made: list[torch.Tensor], keep_slices: bool) -> None:
+    def _free(self, recipes: str, opened: Open, keep_slices: bool) -> None:
         tags = own_tags()
         if keep_slices:
-            traced_ops.keep_slices(recipes, tags, self._inputs, made, self._owned)
-        traced_ops.free(tags, made, self._owned)
+            traced_ops.keep_slices(recipes, tags, self._inputs, opened.made, opened.owned)
+        traced_ops.free(tags, opened.made, opened.owned)
 
 
 class _Inputs:

@@ -2,7 +2,7 @@
 
     unshard:        the operator ``group_ops.UNSHARD`` for all parameters of a group ─ [slice off the padding] ─> full
     its backward:   gradients ─> the operator ``group_ops.REDUCE`` ─> gradients of the sharded data
-    free:           resize of full's memory to zero bytes
+    free:           the operator ``group_ops.FREE`` for all memory of a group that holds unsharded data
 
 Parameters that no collective and no cast gives memory of its own, and gradients that are not reduced, bypass the
 operators. Dynamo does not look inside, so a model of many parameters is traced quickly. ``inputs`` are the tensors of
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import torch_compat, transitions
-from .group_ops import REDUCE, UNSHARD
+from .group_ops import FREE, REDUCE, UNSHARD
 from .recipes import Recipe, read_recipes
 from .tracing import tagged
 
@@ -183,10 +183,10 @@ def gather(recipes: str, index: int, tag: str, source: torch.Tensor) -> torch.Te
 @torch_compat.one_node
 def free(tags: Sequence[str], made: Tensors, owned: Sequence[Sequence[int]]) -> None:
     """Record that the memory of those of ``made`` that each parameter has ``owned`` holds no data from here on."""
-    for tag, some in zip(tags, owned, strict=True):
-        with tagged(tag, "reshard"), torch_compat.below_autograd():
-            for index in some:
-                torch_compat.record_free(made[index])
+    freed = [(made[index], tag) for tag, some in zip(tags, owned, strict=True) for index in some]
+    if freed:
+        with torch_compat.below_autograd():
+            FREE([tensor for tensor, _ in freed], [tag for _, tag in freed])
 
 
 @torch_compat.one_node

@@ -2,7 +2,7 @@
 
 On the joint graph of forward and backward, before the compiler partitions it:
 
-1. ``regather``: what is freed after forward is gathered again in the backward.
+1. ``regather``: what is freed after forward is gathered again in the backward, but for what ``keep_unsharded`` chooses.
 
 On the forward and the backward graph together, after partitioning:
 
@@ -15,16 +15,22 @@ On the backward graph:
 On the forward graph, the backward graph, and a graph that has no backward:
 
 4. ``bucket``: one gather for each group and run of its module, one reduction for each group; or across groups, as
-   ``bucket_choice`` says: by size, or by ``bucket_plan`` on what ``bucket_load`` reads and the costs of a ``machine``.
+   ``bucket_choice`` says: by size, or the fastest that ``bucket_timeline`` finds with the plans of ``bucket_plan``, by
+   what ``bucket_load`` reads and the costs of a ``machine``.
 5. ``schedule``: gathers launched early, reductions waited for late; on forward and backward together, as they share the
    memory.
+6. ``dedup``: one gather for runs of a module that follow each other, instead of one for each run.
+7. ``fuse_copies``: one kernel for the casts, divisions and copies on each side of a collective, by ``packing``.
+
+Buckets and schedule go by what ``plan`` decides: where that is the cost model's, it tries both on copies first.
 
 A pass is a function ``(graph, context) -> report``; ``keep_slices`` and ``schedule`` take several graphs. It changes
 graphs in place, leaves them lint-clean and in topological order, does nothing when run again, and reads tags only
 (``graph_view``): it serves any graph whose nodes are tagged so, whoever traced it. Nothing in here imports the runtime.
 
-Around the passes: ``context`` (what they are told and report), ``graph_view`` (what they read), ``skeleton`` (prints a
-graph's communication for people), ``torch_compat`` (private torch APIs).
+Around the passes: ``context`` (what they are told and report), ``stages`` (runs them, measures, dumps graphs),
+``graph_view`` (what they read), ``skeleton`` (prints a graph's communication for people), ``torch_compat`` (private
+torch APIs).
 
 How good their result is: ``simulate`` (when everything happens, on ``costs``), ``memory`` (what is live, on
 ``storages``), ``bounds`` (what no plan can beat: ``time_bound`` and ``memory_bound``, on ``reach``), ``result`` (all of
@@ -36,35 +42,42 @@ How long a graph takes: ``hardware`` (what a machine can do) with ``alpha_beta``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
 from torch.fx import Graph
 
 from .accumulate import accumulate
 from .bounds import Bounds, bounds
 from .bucket import bucket
-from .context import Observer, PassConfig, PassContext, Report, Traffic, source_digest
+from .context import Effect, Observer, PassConfig, PassContext, Report, Traffic, source_digest
 from .cost_model import CostModel, Placement, world_symbol
 from .costs import KindsApart
-from .graph_view import REDUCE, UNSHARD, gathers_repeat, has_backward, tag_digest
+from .dedup import dedup
+from .fuse_copies import fuse_copies
+from .graph_view import REDUCE, RESHARD, UNSHARD, gathers_repeat, has_backward, tag_digest
 from .hardware import HardwareProfile, Network, profile
 from .keep_slices import keep_slices
 from .memory import MemoryProfile
+from .packing import teach_inductor
+from .plan import decide, merge, order
 from .regather import regather
 from .result import Result, evaluate
-from .schedule import eager_peak, schedule
+from .schedule import schedule
 from .simulate import Timeline, simulate
 from .skeleton import print_skeleton
-from .torch_compat import copy_graph, copy_node, is_alias
+from .stages import run_stage
+from .torch_compat import RESIZE, copy_graph, copy_node, is_alias
 
 __all__ = [
     "REDUCE",
+    "RESHARD",
+    "RESIZE",
     "UNSHARD",
     "Bounds",
     "KindsApart",
     "MemoryProfile",
     "CostModel",
+    "Effect",
     "HardwareProfile",
     "Network",
     "Observer",
@@ -80,7 +93,9 @@ __all__ = [
     "bucket",
     "copy_graph",
     "copy_node",
+    "dedup",
     "evaluate",
+    "fuse_copies",
     "gathers_repeat",
     "has_backward",
     "is_alias",
@@ -95,23 +110,25 @@ __all__ = [
     "simulate",
     "source_digest",
     "tag_digest",
+    "teach_inductor",
     "world_symbol",
 ]
 
 
 def run_joint(graph: Graph, context: PassContext) -> None:
     """Run the passes on a joint graph of forward and backward."""
-    _show("before", {"joint": graph}, context)
-    context.reports.append(regather(graph, context))
-    _show("after", {"joint": graph}, context)
+    parts = {"joint": graph}
+    _show("before", parts, context)
+    run_stage(1, parts, context, lambda: [regather(graph, context)])
+    _show("after", parts, context)
 
 
 def run_parts(forward: Graph, backward: Graph, context: PassContext) -> None:
     """Run the passes on the two graphs partitioned from a joint graph."""
     parts = {"forward": forward, "backward": backward}
     _show("before", parts, context)
-    context.reports.append(keep_slices(forward, backward, context))
-    context.reports.append(accumulate(backward, context))
+    run_stage(2, parts, context, lambda: [keep_slices(forward, backward, context)])
+    run_stage(3, parts, context, lambda: [accumulate(backward, context)])
     _plan(parts, context)
 
 
@@ -119,27 +136,20 @@ def run_inference(graph: Graph, context: PassContext) -> None:
     """Run the passes on a graph that has no backward."""
     parts = {"inference": graph}
     _show("before", parts, context)
-    context.reports.append(regather(graph, context))
+    run_stage(1, parts, context, lambda: [regather(graph, context)])
     _plan(parts, context)
 
 
 def _plan(parts: Mapping[str, Graph], context: PassContext) -> None:
-    """Run the passes that decide what is moved together, and when."""
-    budget = None if context.config.bucket == "module" else _eager_peak([*parts.values()], context)
-    context.reports.extend(bucket(graph, context) for graph in parts.values())
-    if context.config.schedule:
-        context.reports.extend(schedule([*parts.values()], context, budget))
+    """Run the passes that decide what is moved together, when, and with which copies."""
+    graphs = [*parts.values()]
+    config, budget = decide(graphs, context.config)
+    run_stage(4, parts, context, lambda: merge(graphs, config))
+    if config.schedule:
+        run_stage(5, parts, context, lambda: order(graphs, config, budget))
+    run_stage(6, parts, context, lambda: [dedup(graph, context) for graph in graphs])
+    run_stage(7, parts, context, lambda: [fuse_copies(graph, context) for graph in graphs])
     _show("after", parts, context)
-
-
-def _eager_peak(graphs: Sequence[Graph], context: PassContext) -> int | None:
-    """What the order of FSDP2 takes, in its own buckets, where others are chosen; ``None`` if nothing depends on it."""
-    if context.config.memory_budget is not None or not context.config.schedule:
-        return None
-    copies = [copy_graph(graph) for graph in graphs]
-    for copy in copies:
-        bucket(copy, PassContext(replace(context.config, bucket="module")))
-    return eager_peak(copies)
 
 
 def _show(when: str, parts: Mapping[str, Graph], context: PassContext) -> None:

@@ -7,14 +7,14 @@ collectives that are merged already count as one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from torch.fx import Graph, Node
 
 from .costs import CheapestCosts
-from .graph_view import gathers, has_backward
+from .graph_view import UNSHARD, gathers, has_backward, made_by
 from .memory_bound import memory_bound
 from .time_bound import time_bound
 
@@ -44,7 +44,6 @@ def bounds(
     graphs: Sequence[Graph],
     costs: CheapestCosts,
     in_order: bool = False,
-    least_copy: Callable[[Node], float] = lambda node: 0.0,
 ) -> Bounds:
     """The bounds of a forward and its backward, or of one graph.
 
@@ -54,12 +53,11 @@ def bounds(
         graphs: in the order in which they run.
         costs: of their nodes.
         in_order: times are for plans that keep the order of compute; larger.
-        least_copy: seconds that no plan can save of a copy around a collective.
 
     Raises:
         ValueError: the backward does not belong to the forward.
     """
-    least = partial(time_bound, costs=costs, in_order=in_order, least_copy=least_copy)
+    least = partial(time_bound, costs=costs, in_order=in_order)
     forward = [graph for graph in graphs if not has_backward(graph)]
     backward = [graph for graph in graphs if has_backward(graph)]
     gathered = {param for graph in forward for gather in gathers(graph) for param in gather.tag.parameters}
@@ -68,6 +66,8 @@ def bounds(
     return Bounds(time_forward, time_backward, time_forward + time_less, memory_bound(graphs))
 
 
-def _again(graph: Graph, gathered: set[tuple[int, str]]) -> list[Node]:
-    """The gathers of what is gathered already."""
-    return [gather.start for gather in gathers(graph) if gathered.issuperset(gather.tag.parameters)]
+def _again(graph: Graph, gathered: set[tuple[int, str]]) -> set[Node]:
+    """The gathers of what is gathered already, and what is made for them."""
+    again = [gather for gather in gathers(graph) if gathered.issuperset(gather.tag.parameters)]
+    made = {node for gather in again for source in gather.inputs for node in made_by(source, UNSHARD)}
+    return made.union(gather.start for gather in again)

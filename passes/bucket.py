@@ -23,17 +23,19 @@ from collections.abc import Iterator
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from .bucket_choice import choose
+from .bucket_load import Free
 from .context import PassContext, Report, Traffic
-from .graph_view import COPIES, UNSHARD, WAIT, Collective, Tag, kind_of, set_tag, tag_of
+from .graph_view import COPIES, UNSHARD, WAIT, Collective, Tag, kind_of, phase_of, set_tag
 from .torch_compat import c10d, emit, is_alias
 
 aten = torch.ops.aten
 GATHER_MANY = c10d.all_gather_into_tensor_coalesced.default
 
 
-def bucket(graph: Graph, context: PassContext) -> Report:
+def bucket(graph: Graph, context: PassContext, free: Free | None = None) -> Report:
     """Merge collectives as the configuration says: for each group and each time its module runs, or across groups.
 
     Only collectives on one process group and of one dtype are merged, and reductions only if of one kind; some
@@ -45,13 +47,14 @@ def bucket(graph: Graph, context: PassContext) -> Report:
         graph: forward or backward graph, or a graph without backward; not a joint graph, whose gathers must stay apart
             because the backward may need other parameters than the forward.
         context: shared by the passes.
+        free: for "auto", bytes that may be filled while each node runs, in order of the graph; ``None`` for no limit.
 
     Raises:
         ValueError: the hardware profile of the configuration cannot be read any more.
     """
     before = Traffic.of(graph)
     made = 0
-    for candidates in choose(graph, context.config):
+    for candidates in choose(graph, context.config, free):
         for members in _independent(candidates):
             MERGES[kind_of(members[0].start)](graph, members)
             made += 1
@@ -98,13 +101,9 @@ def _can_be_launched_at(first: Node, candidate: Collective) -> bool:
     if kind_of(candidate.start) != "all_gather":
         return True
     return all(
-        is_alias(node) or node.target in COPIES or _unshards(node) for node in _ancestors(candidate.start, first)
+        is_alias(node) or node.target in COPIES or phase_of(node) == UNSHARD
+        for node in _ancestors(candidate.start, first)
     )
-
-
-def _unshards(node: Node) -> bool:
-    tag = tag_of(node)
-    return tag is not None and tag.phase == UNSHARD
 
 
 def _ancestors(node: Node, first: Node) -> dict[Node, None]:
@@ -155,15 +154,19 @@ def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
     for member, output, wait in zip(members, outputs, waits, strict=True):
         set_tag(output, member.tag)
         set_tag(wait, member.tag)
-        _replace(graph, member, wait)
+    _replace(graph, members, waits)
 
 
-def _replace(graph: Graph, member: Collective, result: Node) -> None:
-    """Use ``result`` in place of what ``member`` waited for, and remove ``member``."""
-    (wait,) = member.waits
-    wait.replace_all_uses_with(result)
-    graph.erase_node(wait)
-    graph.erase_node(member.start)
+def _replace(graph: Graph, members: list[Collective], results: list[Node]) -> None:
+    """Use ``results`` in place of what ``members`` waited for, one each, and remove ``members``.
+
+    Each user is written once: a graph's output reads very many.
+    """
+    new = {wait: result for member, result in zip(members, results, strict=True) for wait in member.waits}
+    for user in dict.fromkeys(user for wait in new for user in wait.users):
+        user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda node: new.get(node, node))
+    for node in (*new, *(member.start for member in members)):
+        graph.erase_node(node)
 
 
 # -- reductions -------------------------------------------------------------------------------------------------------
@@ -227,7 +230,7 @@ def _launch_packed(graph: Graph, members: list[Collective], last: Node, packed: 
     for member, part, shard in zip(members, parts, shards, strict=True):
         set_tag(part, member.tag)
         set_tag(shard, member.tag)
-        _replace(graph, member, shard)
+    _replace(graph, members, shards)
 
 
 def _move_users_behind(members: list[Collective], last: Node) -> None:

@@ -6,17 +6,17 @@ from collections.abc import Hashable, Iterable, Iterator
 
 from torch.fx import Graph
 
-from .bucket_load import alike, clock, eager_room, is_bucket, load_of, sequences, shared_line
-from .bucket_plan import by_size, fastest_gathers, fastest_reductions
+from .bucket_load import Free, alike, clock, is_bucket, queue_of, sequences
+from .bucket_plan import by_size
+from .bucket_timeline import fastest
 from .context import PassConfig
-from .graph_view import Collective, all_reduces, gathers, kind_of, reductions, whole_bytes
+from .graph_view import Collective, all_reduces, gathers, reductions, whole_bytes
 from .machine import cost_model
-from .memory import MemoryProfile
 from .torch_compat import real_tensors
 
 
-def choose(graph: Graph, config: PassConfig) -> Iterator[list[Collective]]:
-    """Lists of collectives of one kind, process group and dtype, in graph order.
+def choose(graph: Graph, config: PassConfig, free: Free | None = None) -> Iterator[list[Collective]]:
+    """Lists of collectives of one kind, process group and dtype, in graph order; arguments as of ``bucket``.
 
     The caller merges each list before it asks for the next: all-reduces go as their reductions went.
     """
@@ -26,7 +26,7 @@ def choose(graph: Graph, config: PassConfig) -> Iterator[list[Collective]]:
         for kind in (gathers, reductions, all_reduces):
             yield from _by_module(kind(graph))
         return
-    for members, buckets in _automatic(graph, config) if config.bucket == "auto" else _by_size(graph, config):
+    for members, buckets in _automatic(graph, config, free) if config.bucket == "auto" else _by_size(graph, config):
         for each in buckets:
             yield sorted((members[index] for index in each), key=lambda member: member.start)
     yield from _as_reduced(graph)
@@ -55,29 +55,17 @@ def _by_size(graph: Graph, config: PassConfig) -> Chosen:
         yield members, by_size([whole_bytes(member.start) for member in members], config.bucket_bytes)
 
 
-def _automatic(graph: Graph, config: PassConfig) -> Chosen:
-    """The fastest, each sequence by itself: ``bucket_plan`` has the model, ``shared_line`` what they share."""
+def _automatic(graph: Graph, config: PassConfig, free: Free | None) -> Chosen:
+    """The fastest of those tried; sequences share what is free in equal parts."""
     together = sequences(graph)
     if not together:
         return
     costs = cost_model((member for members in together for member in members), config.hardware)
+    part = {node: size / len(together) for node, size in free.items()} if free is not None else None
     with real_tensors():
         times, end = clock(graph, costs)
-        lines = [shared_line(members, together, costs) for members in together]
-        more = _more_room(graph, config.memory_budget)
-        plans = [
-            fastest_gathers(load_of(members, times, end), line, eager_room(members) + more)
-            if kind_of(members[0].start) == "all_gather"
-            # They queue behind the gathers of a lane, which their plan knows nothing of: never late, hence never large.
-            else fastest_reductions(load_of(members, times, end), line, eager_room(members))
-            for members, line in zip(together, lines, strict=True)
-        ]
-    yield from zip(together, plans, strict=True)
-
-
-def _more_room(graph: Graph, budget: int | None) -> int:
-    """Bytes of the budget that the graph does not need for anything else; the default one is as much as eager has."""
-    return max(0, budget - MemoryProfile.of([graph]).peak) if budget is not None else 0
+        queues = [queue_of(members, times, end, costs, part) for members in together]
+        yield from zip(together, fastest(queues), strict=True)
 
 
 def _as_reduced(graph: Graph) -> Iterator[list[Collective]]:

@@ -8,19 +8,31 @@ reductions   b, a     compute  mm mm mm | mm | 0          before, between and af
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from itertools import groupby, pairwise
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from torch.fx import Graph, Node
 
-from .alpha_beta import Line
 from .bucket_plan import Load
+from .bucket_timeline import Queue
 from .cost_model import COMPUTE, CostModel
-from .graph_view import Collective, aliases_of, gathers, kind_of, process_group_of, reductions, tag_of, whole_bytes
+from .graph_view import (
+    REDUCE,
+    Collective,
+    aliases_of,
+    data_bytes,
+    gathers,
+    kind_of,
+    made_by,
+    phase_of,
+    process_group_of,
+    reductions,
+    whole_bytes,
+)
 
 Clock = Mapping[Node, float]  # seconds of compute before each node, in order of the graph
+Free = Mapping[Node, float]  # bytes that may be filled while each node runs, in order of the graph
 
 
 def sequences(graph: Graph) -> list[list[Collective]]:
@@ -58,47 +70,43 @@ def clock(graph: Graph, costs: CostModel) -> tuple[Clock, float]:
     now = 0.0
     for node in graph.nodes:
         found[node] = now
-        if tag_of(node) is None and costs.lane(node) == COMPUTE:
+        if phase_of(node) is None and costs.lane(node) == COMPUTE:
             now += costs.seconds(node)
     return found, now
 
 
-def load_of(members: Sequence[Collective], clock: Clock, end: float) -> Load:
-    """What a plan must know of a sequence of gathers or of reductions."""
-    is_gather = kind_of(members[0].start) == "all_gather"
-    times = [clock[first_use(member) if is_gather else member.start] for member in members]
-    between = [later - earlier for earlier, later in pairwise([0.0, *times, end])]
-    return Load([whole_bytes(member.start) for member in members], between)
+def queue_of(members: Sequence[Collective], clock: Clock, end: float, costs: CostModel, free: Free | None) -> Queue:
+    """What a plan must know of a sequence of gathers or of reductions.
 
-
-def shared_line(members: Sequence[Collective], all_members: Iterable[Sequence[Collective]], costs: CostModel) -> Line:
-    """Seconds of a launch of so many bytes on a lane that others use too.
-
-    Sequences on one lane take turns, so each finds it as much slower as the bytes of the others keep it busy.
+    Args:
+        members: the sequence, in order of first use or of gradients.
+        clock: seconds of compute before each node; ``end``, of all.
+        free: bytes that may be filled while each node runs; ``None`` for no limit.
     """
-    lane = costs.lane(members[0].start)
-    busy: defaultdict[bool, float] = defaultdict(float)
-    for others in all_members:
-        if costs.lane(others[0].start) == lane:
-            busy[others is members] += _line(others, costs).per_byte * _total(others)
-    own = _line(members, costs)
-    return replace(own, per_byte=own.per_byte * (1 + busy[False] / busy[True])) if busy[True] else own
-
-
-def eager_room(members: Sequence[Collective]) -> int:
-    """Bytes of the two groups, one after the other, that are largest together.
-
-    So much is there at once if each group is gathered one ahead, or reduced while the next has its gradients computed,
-    as FSDP2 does eagerly.
-    """
-    groups = [_total([*group]) for _, group in groupby(members, key=lambda member: member.tag.group)]
-    return max((sum(pair) for pair in pairwise(groups)), default=groups[0])
-
-
-def _line(members: Sequence[Collective], costs: CostModel) -> Line:
     start = members[0].start
-    return costs.line(kind_of(start), process_group_of(start))
+    is_gather = kind_of(start) == "all_gather"
+    marks = [first_use(member) if is_gather else member.start for member in members]
+    between = [later - earlier for earlier, later in pairwise([0.0, *(clock[mark] for mark in marks), end])]
+    sizes = [whole_bytes(member.start) for member in members]
+    held = sizes if is_gather else [_gradient_bytes(member) for member in members]
+    room = _least_between(marks, free) if free is not None else [math.inf] * len(between)
+    line = costs.line(kind_of(start), process_group_of(start))
+    return Queue(Load(sizes, between, room, held), costs.lane(start) or "", line, is_gather)
 
 
-def _total(members: Sequence[Collective]) -> int:
-    return sum(whole_bytes(member.start) for member in members)
+def _gradient_bytes(reduction: Collective) -> int:
+    """What waits to be reduced in a bucket, and its place there: both are in memory when it is packed."""
+    (taken,) = reduction.inputs
+    sources = [source for node in made_by(taken, REDUCE) for source in node.all_input_nodes if phase_of(source) is None]
+    return whole_bytes(reduction.start) + sum(data_bytes(source.meta["val"]) for source in sources)
+
+
+def _least_between(marks: Sequence[Node], free: Free) -> list[float]:
+    """The least of ``free`` before each of ``marks``, from the one before it on, and behind the last."""
+    least = [math.inf] * (len(marks) + 1)
+    passed = 0
+    for node, size in free.items():
+        while passed < len(marks) and marks[passed] is node:
+            passed += 1
+        least[passed] = min(least[passed], size)
+    return least

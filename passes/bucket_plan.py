@@ -1,11 +1,12 @@
-"""Chooses which collectives of a sequence travel together: by size, or the fastest of all choices.
+"""Chooses which collectives of a sequence travel together: by size, or the fastest of all choices if it is alone.
 
 The sequence is of gathers in order of use; buckets are stretches of it. The model:
 
 - Compute keeps its order. The lane takes buckets in order; one of b bytes keeps it busy for ``line.seconds(b)``.
 - What a gather brings is used from its first use on, which needs its whole bucket, to the first use of the next.
-- At most ``room`` bytes are gathered and not yet used up. A bucket is launched as early as that allows; one that is
-  too large by itself, which only a lone gather may be, when all before it is used up.
+- What is gathered takes memory from its launch on. Until its first use, that must be free beside what compute takes in
+  each stretch between first uses. A bucket is launched as early as that allows, at the latest when compute comes to the
+  first use in it.
 
         lane      ├── a ──┼──── b c ────┼──── d e ────┤
         compute   ┊       ├─ a ─┤       ├─ b ─┼─ c ─┤ ├─ d ─┼─ e ─┤
@@ -30,8 +31,10 @@ Times are whole picoseconds: ties are ties, and all ranks choose alike.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -53,14 +56,44 @@ class Load:
         sizes: bytes of each, of the larger side, in order of first use; of reductions in order of their gradients.
         compute: seconds before the first use, between it and the next, and so on, and from the last to the end; one
             more than ``sizes``. Of reductions: before the first gradient is there, between it and the next, and so on.
+        room: bytes that are free in each of these stretches; infinity for no limit.
+        held: bytes of memory that each takes; by default its size.
     """
 
     sizes: Sequence[int]
     compute: Sequence[float]
+    room: Sequence[float]
+    held: Sequence[int] | None = None
 
     def reversed(self) -> Load:
         """With time running backwards."""
-        return Load(self.sizes[::-1], self.compute[::-1])
+        held = self.held[::-1] if self.held is not None else None
+        return Load(self.sizes[::-1], self.compute[::-1], self.room[::-1], held)
+
+    @cached_property
+    def clock(self) -> Integers:
+        """Picoseconds of compute before each first use, and of all; shape (sizes + 1,)."""
+        return np.cumsum(np.rint(np.array(self.compute) * PICO).astype(np.int64))
+
+    @cached_property
+    def launches(self) -> Integers:
+        """For a bucket that ends before each, the first use that compute must have come to for its launch.
+
+        -1 where it may be launched at once; shape (sizes + 1,). In no stretch from there on may it and what is launched
+        before it take more than is free.
+        """
+        before = np.concatenate([[0], np.cumsum(self.held if self.held is not None else self.sizes, dtype=np.int64)])
+        # Held before use q by buckets up to j: before[j] - before[q]. So the last q counts whose limit is too low.
+        limit = before[:-1] + np.array(self.room[:-1], dtype=np.float64)
+        found = np.full(len(before), -1)
+        full: list[int] = []  # stretches that a later bucket may find full, of rising limits
+        for end in range(1, len(before)):
+            while full and limit[full[-1]] >= limit[end - 1]:
+                full.pop()
+            full.append(end - 1)
+            place = bisect_left(full, before[end], key=limit.__getitem__)
+            found[end] = full[place - 1] if place else -1
+        return found
 
 
 def by_size(sizes: Sequence[int], most: int) -> list[range]:
@@ -74,21 +107,25 @@ def by_size(sizes: Sequence[int], most: int) -> list[range]:
     return _buckets([*borders, len(sizes)])
 
 
-def fastest_gathers(load: Load, line: Line, room: float) -> list[range]:
+def fastest_gathers(load: Load, line: Line) -> list[range]:
     """The buckets with which compute ends first.
 
     Args:
         load: the gathers.
         line: seconds of a launch of so many bytes.
-        room: bytes that may be gathered and not used up; infinity for no limit.
     """
-    return _buckets(_Search(load, line, room).borders())
+    return _buckets(_Search(load, line).borders())
 
 
-def fastest_reductions(load: Load, line: Line, room: float) -> list[range]:
+def fastest_reductions(load: Load, line: Line) -> list[range]:
     """The buckets with which the last reduction ends first; see ``fastest_gathers``."""
     count = len(load.sizes)
-    return _buckets([count - border for border in reversed(_Search(load.reversed(), line, room).borders())])
+    return _buckets([count - border for border in reversed(_Search(load.reversed(), line).borders())])
+
+
+def picoseconds(line: Line, size: Integers) -> Integers:
+    """Of launches of so many bytes; rounded up, so that no two buckets are faster than both in one."""
+    return np.ceil(PICO * line.fixed).astype(np.int64) + np.ceil(PICO * line.per_byte * size).astype(np.int64)
 
 
 def _buckets(borders: Sequence[int]) -> list[range]:
@@ -119,16 +156,17 @@ class _Search:
 
     bytes: before each, and of all; shape (gathers + 1,).
     before: compute before the first use of each, and all.
-    first: of a bucket that ends before each, the gather that compute must have come to for its launch.
+    launch: of a bucket that ends before each, the first use that compute must have come to, or -1.
+    first: of such a bucket, the first gather that may be in it.
     tail: from when the lane is free there, the time that the rest takes at least.
     """
 
-    def __init__(self, load: Load, line: Line, room: float) -> None:
+    def __init__(self, load: Load, line: Line) -> None:
         self._line = line
         self.bytes = np.concatenate([[0], np.cumsum(load.sizes, dtype=np.int64)])
-        self.before = np.cumsum(np.rint(np.array(load.compute) * PICO).astype(np.int64))
-        least = self.bytes - min(room, float(self.bytes[-1]))
-        self.first = np.minimum(np.searchsorted(self.bytes, least), np.maximum(np.arange(len(self.bytes)) - 1, 0))
+        self.before = load.clock
+        self.launch = load.launches
+        self.first = np.maximum(self.launch, 0)
         self.tail = np.array([self._tail(at) for at in range(len(load.sizes))])
 
     def borders(self) -> list[int]:
@@ -155,20 +193,15 @@ class _Search:
 
     def _step(self, lane: Integers, compute: Integers, at: Integers, to: int) -> tuple[Integers, Integers]:
         """Add a bucket of the gathers from ``at`` to ``to``."""
-        first = self.first[to]
-        launch = compute - (self.before[at] - self.before[first]) if first else 0
-        lane = np.maximum(lane, launch) + self._seconds(self.bytes[to] - self.bytes[at])
+        point = self.launch[to]
+        launch = compute - (self.before[at] - self.before[point]) if point >= 0 else 0
+        lane = np.maximum(lane, launch) + picoseconds(self._line, self.bytes[to] - self.bytes[at])
         return lane, np.maximum(compute, lane) + self.before[to] - self.before[at]
-
-    def _seconds(self, size: Integers) -> Integers:
-        """Rounded up, so that no two buckets are faster than both in one."""
-        return np.ceil(PICO * self._line.fixed).astype(np.int64) + np.ceil(PICO * self._line.per_byte * size).astype(
-            np.int64
-        )
 
     def _tail(self, at: int) -> int:
         """For each later gather: all up to it are brought, in one launch at best, and all compute behind it is done."""
-        return int(np.max(self._seconds(self.bytes[at + 1 :] - self.bytes[at]) + self.before[-1] - self.before[at:-1]))
+        brought = picoseconds(self._line, self.bytes[at + 1 :] - self.bytes[at])
+        return int(np.max(brought + self.before[-1] - self.before[at:-1]))
 
     def _quick_end(self) -> int:
         """When the best plan ends that has buckets of a fixed size."""

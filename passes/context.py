@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 
 from torch.fx import Graph
 
-from .graph_view import all_reduces, frees, gathers, reductions
+from .graph_view import all_reduces, copies, frees, gathers, reductions
 from .hardware import profile, shipped_digest
 
 Observer = Callable[[str, Graph], None]
@@ -19,7 +19,7 @@ Observer = Callable[[str, Graph], None]
 
 @dataclass(frozen=True)
 class PassConfig:
-    """The choices a user has. Part of the key of compile caches.
+    """The choices a user has. Part of the key of compile caches, but for the last two, which change no graph.
 
     Attributes:
         bucket: which parameters travel in one collective, and which gradients.
@@ -28,29 +28,42 @@ class PassConfig:
             - "none": each alone.
             - a number of bytes, or a text like "25MB": across modules in order of use, until a bucket is so large.
               Counted is the whole: what a gather brings, what a reduction takes; 1 MB is a million bytes, 1 MiB 2**20.
-            - "auto": across modules, as is fastest by the cost model on ``hardware``; ``bucket_plan`` says how. It goes
-              by the time that compute takes, so all ranks must trace tensors of equal sizes.
+            - "auto": across modules, as is fastest by the cost model on ``hardware``, in no more memory than
+              ``memory_budget``; but those of modules where these are faster; ``plan`` says how. It goes by the time
+              and the memory that compute takes, so all ranks must trace tensors of equal sizes.
 
             All but the default may round sums in another way where three ranks and more reduce, as transports add the
             elements of a buffer in an order that depends on where in it they are; gathers never change bits.
         schedule: launch gathers ahead of their use, and let reductions run on; otherwise wait for each at once.
         memory_budget: peak of live bytes, as ``memory`` counts them, that ``schedule`` may fill; the order of
             collectives then depends on the sizes of activations, so all ranks must trace equal ones. ``None``: the peak
-            of FSDP2's eager order, and its order of collectives.
+            of FSDP2's eager order, and, but for "auto", its order of collectives.
+        regather: which groups the backward gathers again. ``None``: those that ``fully_shard`` says. "auto": of these,
+            all but some that are kept where that makes a step faster, by the cost model on ``hardware``, in no more
+            memory than ``memory_budget``, or ``None``: than without keeping any; ``keep_unsharded`` says how. All ranks
+            must trace tensors of equal sizes.
         hardware: name of a shipped hardware profile ("h100") or path of a file; ``None``: the one for the device.
+        measure: simulate the step before and after each pass, for its report; that makes compiling slower.
+        dump: directory for a text file after each pass, with its reports and the graphs. A compile that is served from
+            a cache runs no passes, and writes nothing.
 
     Raises:
-        ValueError: ``bucket`` or ``hardware`` is none of these.
+        ValueError: ``bucket``, ``regather`` or ``hardware`` is none of these.
     """
 
     bucket: str | int = "module"
     schedule: bool = True
     memory_budget: int | None = None
+    regather: str | None = None
     hardware: str | None = None
+    measure: bool = False
+    dump: str | None = None
 
     def __post_init__(self) -> None:
         if self.bucket not in BUCKETS:
             _bytes(self.bucket)
+        if self.regather not in (None, "auto"):
+            raise ValueError(f"regather must be None or 'auto', not {self.regather!r}")
         if self.hardware is not None:
             profile(self.hardware)
 
@@ -62,7 +75,8 @@ class PassConfig:
     def digest(self) -> bytes:
         """Hash of the choices, what they stand for, and the source of all passes: another source, another result."""
         machines = profile(self.hardware).digest() if self.hardware else shipped_digest()
-        return hashlib.sha256(repr(astuple(self)).encode() + machines + source_digest(Path(__file__).parent)).digest()
+        choices = astuple(replace(self, measure=False, dump=None))
+        return hashlib.sha256(repr(choices).encode() + machines + source_digest(Path(__file__).parent)).digest()
 
 
 BUCKETS = ("module", "none", "auto")
@@ -95,7 +109,11 @@ def source_digest(directory: Path) -> bytes:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of a graph. Bytes are those of this rank's inputs, padding included."""
+    """The collectives of a graph, and what is done for them. Bytes are those of this rank's inputs, padding included.
+
+    Attributes:
+        copies: kernels of transitions: casts, padding, packing and whatever else reads and writes data.
+    """
 
     gathers: int
     gather_bytes: int
@@ -103,6 +121,7 @@ class Traffic:
     reduction_bytes: int
     all_reduces: int
     all_reduce_bytes: int
+    copies: int
     frees: int
 
     @classmethod
@@ -113,30 +132,46 @@ class Traffic:
             *(len(gathered), sum(each.input_bytes for each in gathered)),
             *(len(reduced), sum(each.input_bytes for each in reduced)),
             *(len(all_reduced), sum(each.input_bytes for each in all_reduced)),
-            len(frees(graph)),
+            *(len(copies(graph)), len(frees(graph))),
         )
 
 
 @dataclass(frozen=True)
+class Effect:
+    """How a step goes, by simulation.
+
+    Attributes:
+        exposed: seconds that compute stands still for collectives.
+        peak: of live bytes.
+    """
+
+    exposed: float
+    peak: int
+
+
+@dataclass(frozen=True)
 class Report:
-    """What one pass did to one graph. ``changes`` is 0 if it left the graph as it was."""
+    """What one pass did to one graph.
+
+    Attributes:
+        changes: 0 if it left the graph as it was.
+        step_before, step_after: of the whole step, if the configuration says to measure it.
+    """
 
     name: str
     changes: int
     before: Traffic
     after: Traffic
+    step_before: Effect | None = None
+    step_after: Effect | None = None
 
     def __str__(self) -> str:
-        steps = (
-            f"{what} {old} -> {new}"
-            for what, old, new in zip(
-                (each.name.replace("_", " ") for each in fields(self.before)),
-                astuple(self.before),
-                astuple(self.after),
-                strict=True,
-            )
-            if old or new
-        )
+        rows = zip(fields(self.before), astuple(self.before), astuple(self.after), strict=True)
+        steps = [f"{each.name.replace('_', ' ')} {old} -> {new}" for each, old, new in rows if old or new]
+        if self.step_before is not None and self.step_after is not None:
+            old, new = self.step_before, self.step_after
+            steps.append(f"exposed {old.exposed * 1e3:.3f} -> {new.exposed * 1e3:.3f} ms")
+            steps.append(f"peak {old.peak} -> {new.peak} bytes")
         return f"{self.name}: {self.changes} changes; {', '.join(steps)}"
 
 

@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from .alpha_beta import ROUNDS, Line, Number
 from .data_flow import Size
 from .hardware import HardwareProfile, Network
-from .work import Exchange, GraphWork, Work, read_work
+from .work import Compute, Exchange, GraphWork, Work, read_work
 
 COMPUTE = "compute"  # the lane of kernels
 
@@ -130,6 +130,16 @@ class CostModel:
             ValueError: the kind or the group is unknown, or a size is a symbol without a value.
         """
         return self._known(self.line(kind, group).seconds(bytes), f"the time of {kind}")
+
+    def least_copy_seconds(self, node: Node) -> float:
+        """Time of a node without its launch, which others may share; 0 if it is free.
+
+        Raises:
+            ValueError: its process group is unknown, or a size that matters is a symbol without a value.
+        """
+        work = self.work(node)
+        launches = work.launches if isinstance(work, Compute) else 0
+        return self.seconds(node) - launches * self.profile.kernel_launch
 
     def at(self, sizes: Mapping[str, int], dimensions: Mapping[str, int] | None = None) -> CostModel:
         """The same model for other sizes; what has been read of graphs is shared.

@@ -27,6 +27,10 @@ class Costs(Protocol):
 class CheapestCosts(Costs, Protocol):
     """Costs that also know the best case."""
 
+    def least_copy_seconds(self, node: Node) -> float:
+        """Seconds that a copy takes at least, whatever it is fused with: to read the data and to write it."""
+        ...
+
     def cheapest_seconds(self, kind: str, group: str, bytes: int) -> float:
         """Seconds to move ``bytes`` in the cheapest way, in one launch; concave in ``bytes``, never above ``seconds``.
 
@@ -54,6 +58,9 @@ class KindsApart:
     def lane(self, node: Node) -> str | None:
         lane = self.costs.lane(node)
         return lane if lane is None or lane == COMPUTE else f"{lane} {kind_of(node)}"
+
+    def least_copy_seconds(self, node: Node) -> float:
+        return self.costs.least_copy_seconds(node)
 
     def cheapest_seconds(self, kind: str, group: str, bytes: int) -> float:
         return self.costs.cheapest_seconds(kind, group, bytes)

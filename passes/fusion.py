@@ -10,7 +10,8 @@ have to run before and after it.
 
 Hence *levels*: how many barriers must come before an operation, one after the other; a kernel lies within one level. An
 operation that could as well run later, say one that recomputes something from saved activations, takes the level of its
-first use. All this is linear in the size of the graph. Inductor differs in that it may split a kernel in which
+first use; but compute does not run later for the sake of a transition, so it costs the same however gradients are
+packed. All this is linear in the size of the graph. Inductor differs in that it may split a kernel in which
 reductions go over different dimensions or very many tensors are concatenated, and may fuse kernels that only read the
 same.
 """
@@ -24,7 +25,8 @@ import torch
 from torch.fx import Graph, Node
 
 from .data_flow import DataFlow, tensors_of
-from .graph_view import WAIT
+from .graph_view import WAIT, phase_of
+from .packing import PACK
 from .torch_compat import RESIZE, is_mutating
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -34,7 +36,7 @@ ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, 
 # Fusable, but neither tagged as pointwise nor as a reduction by torch.
 OTHER_FUSABLE = {
     *(aten._to_copy, aten.copy, aten.fill, aten.lift_fresh_copy, aten.repeat, aten.flip, aten.roll),
-    *(aten.cat, aten.stack, aten.constant_pad_nd, aten.slice_scatter, aten.select_scatter),
+    *(PACK.overloadpacket, aten.cat, aten.stack, aten.constant_pad_nd, aten.slice_scatter, aten.select_scatter),
     *(aten.slice_backward, aten.select_backward, aten.triu, aten.tril),
     *(aten.arange, aten.full, aten.full_like, aten.zeros, aten.zeros_like, aten.ones, aten.ones_like),
     *(aten.new_full, aten.new_zeros, aten.new_ones, aten.scalar_tensor, prims.iota),
@@ -103,8 +105,13 @@ def _levels(graph: Graph, flow: DataFlow) -> dict[Node, int]:
             after[node] += 1
     for node in reversed(graph.nodes):
         if node in movable:
-            level[node] = min((level[user] for user in node.users if user.op != "output"), default=level[node])
+            draws = (user for user in node.users if user.op != "output" and _may_draw(user, node))
+            level[node] = min((level[user] for user in draws), default=level[node])
     return level
+
+
+def _may_draw(user: Node, node: Node) -> bool:
+    return phase_of(user) is None or phase_of(node) is not None
 
 
 def _root(node: Node, parent: dict[Node, Node]) -> Node:

@@ -48,6 +48,14 @@ COPIES = (
 )
 
 
+def converts(node: Node) -> bool:
+    """Whether the node copies into another dtype or to another device."""
+    if node.target not in COPIES:
+        return False
+    source, result = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return bool(source.dtype != result.dtype or source.device != result.device)
+
+
 @dataclass(frozen=True)
 class Tag:
     """What the runtime says of a node.
@@ -86,6 +94,12 @@ def tag_of(node: Node) -> Tag | None:
     lists = (tuple(meta["params"]), tuple(meta["index"]))
     more = (tuple(meta.get("slice", ())), tuple(meta.get("groups", ())))
     return Tag(meta["group"], meta["name"], *lists, meta["phase"], *more)
+
+
+def phase_of(node: Node) -> str | None:
+    """The phase of its transition, or ``None``; quicker than ``tag_of``, as this is asked very often."""
+    meta = node.meta.get("custom", {}).get("fsdp")
+    return None if meta is None else meta["phase"]
 
 
 def set_tag(node: Node, tag: Tag) -> None:
@@ -167,12 +181,12 @@ class GatheredParam:
     @property
     def made(self) -> list[Node]:
         """The gathered data and all that the transition made of it: without padding, concatenated, decoded."""
-        return _closure(self.wait, lambda user: _phase(user) == UNSHARD)
+        return _closure(self.wait, lambda user: phase_of(user) == UNSHARD)
 
     @property
     def unsharded(self) -> list[Node]:
         """What compute reads: the last that the transition made."""
-        return [node for node in self.made if all(_phase(user) != UNSHARD for user in node.users)]
+        return [node for node in self.made if all(phase_of(user) != UNSHARD for user in node.users)]
 
 
 def gathers(graph: Graph) -> Iterator[Collective]:
@@ -191,11 +205,11 @@ def all_reduces(graph: Graph) -> Iterator[Collective]:
 
 
 def _collectives(graph: Graph, targets: tuple[Any, ...]) -> Iterator[Collective]:
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in targets:
-            tag = tag_of(node)
-            if tag is not None:
-                yield Collective(tag, node)
+    found = [node for target in targets for node in graph.find_nodes(op="call_function", target=target, sort=False)]
+    for node in sorted(found):
+        tag = tag_of(node)
+        if tag is not None:
+            yield Collective(tag, node)
 
 
 # -- launches, tagged or not ------------------------------------------------------------------------------------------
@@ -244,6 +258,13 @@ def data_bytes(value: Any) -> int:
         return 0
     dimensions = ((hint(size), hint(stride)) for size, stride in zip(value.shape, value.stride(), strict=True))
     return math.prod(size if stride else min(size, 1) for size, stride in dimensions) * value.itemsize
+
+
+def copies(graph: Graph) -> list[Node]:
+    """What transitions run beside collectives: casts, padding, packing, divisions, whatever reads and writes data."""
+    moves = (WAIT, RESIZE, operator.getitem)
+    made = [node for node in graph.nodes if node.op == "call_function" and phase_of(node) is not None]
+    return [node for node in made if not (node.target in moves or is_launch(node) or is_alias(node))]
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -309,7 +330,7 @@ def made_by(node: Node, phase: str) -> list[Node]:
     chain: dict[Node, None] = {}
 
     def visit(at: Node) -> None:
-        if at in chain or at.op == "placeholder" or _phase(at) != phase:
+        if at in chain or at.op == "placeholder" or phase_of(at) != phase:
             return
         for source in at.all_input_nodes:
             visit(source)
@@ -377,11 +398,6 @@ def tag_digest(nodes: Iterable[Node]) -> bytes:
             groups = [numbers.setdefault(group, len(numbers)) for group, _ in ((tag.group, ""), *tag.parameters)]
             digest.update(repr((position, groups, replace(tag, group=0, groups=()))).encode())
     return digest.digest()
-
-
-def _phase(node: Node) -> str | None:
-    meta = node.meta.get("custom", {}).get("fsdp")
-    return None if meta is None else meta["phase"]  # not by `tag_of`: this is asked very often
 
 
 def _closure(root: Node, belongs: Any) -> list[Node]:

@@ -14,17 +14,18 @@ BY_DEVICE = ("b200", "h200", "h100", "a100")  # shipped profiles, by what the na
 OTHER_DEVICE = "h100"
 
 
-def cost_model(collectives: Iterable[Collective], hardware: str | None) -> CostModel:
+def cost_model(collectives: Iterable[Collective], hardware: str | None, others: Iterable[str] = ()) -> CostModel:
     """Costs on a machine, for the process groups of gathers and reduce-scatters, with as many ranks in a node as fit.
 
     Args:
         collectives: of the graphs; an all-reduce does not say how many ranks take part, and is left out.
         hardware: name of a shipped profile or path of a file; ``None``: the profile for the data's device.
+        others: process groups that need a cost too; taken for two ranks where ``collectives`` do not say how many.
 
     Raises:
         ValueError: there is no such profile, or its file is wrong.
     """
-    groups: dict[str, int] = {}
+    groups = dict.fromkeys(others, 2)
     device = torch.device("cpu")
     for collective in collectives:
         *_, ranks, group = (None, None, *collective.how)

@@ -15,14 +15,14 @@ saves temporaries, and in-place reuse are not modelled; both do the same for eve
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 
 from torch.fx import Graph, Node
 
-from .graph_view import REDUCE, RESHARD, UNSHARD, has_backward, is_launch, outputs_of, resized_to, tag_of, waits_of
+from .graph_view import REDUCE, RESHARD, UNSHARD, has_backward, is_launch, outputs_of, phase_of, resized_to, waits_of
 from .storages import Storage, Storages
 
 INPUTS = "sharded parameters and inputs"
@@ -63,17 +63,15 @@ class MemoryProfile:
         Raises:
             ValueError: the backward does not belong to the forward.
         """
-        nodes = [node for graph in graphs for node in graph.nodes]
-        return cls(nodes, list(_lifetimes(graphs, Storages.in_graphs(graphs))))
+        storages = Storages.in_graphs(graphs)
+        categories = _categories(graphs, storages)
+        lifetimes = [Lifetime(each.maker, categories[each], *span) for each, *span in _spans(graphs, storages)]
+        return cls([node for graph in graphs for node in graph.nodes], lifetimes)
 
     @cached_property
     def live(self) -> list[int]:
         """Bytes while each node runs."""
-        steps = [0] * (len(self.nodes) + 1)
-        for each in self.lifetimes:
-            steps[each.first] += each.bytes
-            steps[each.last + 1] -= each.bytes
-        return list(accumulate(steps))[:-1]
+        return _live(len(self.nodes), ((each.bytes, each.first, each.last) for each in self.lifetimes))
 
     @property
     def peak(self) -> int:
@@ -99,13 +97,27 @@ class MemoryProfile:
         return dict(found)
 
 
+def live_bytes(graphs: Sequence[Graph]) -> list[int]:
+    """Bytes while each node runs, as in the profile of ``graphs``, without finding out what they are of."""
+    spans = _spans(graphs, Storages.in_graphs(graphs))
+    return _live(sum(len(graph.nodes) for graph in graphs), (span for _, *span in spans))
+
+
+def _live(count: int, spans: Iterable[Sequence[int]]) -> list[int]:
+    steps = [0] * (count + 1)
+    for size, first, last in spans:
+        steps[first] += size
+        steps[last + 1] -= size
+    return list(accumulate(steps))[:-1]
+
+
 # -- how long -------------------------------------------------------------------------------------------------------
 
 
-def _lifetimes(graphs: Sequence[Graph], storages: Storages) -> Iterator[Lifetime]:
+def _spans(graphs: Sequence[Graph], storages: Storages) -> Iterator[tuple[Storage, int, int, int]]:
+    """Bytes of a storage, the first position at which it has these, and the last; in order of allocation."""
     nodes = [node for graph in graphs for node in graph.nodes]
     first, last = _first_positions(graphs, storages), _last_positions(nodes, storages)
-    categories = _categories(graphs, storages)
     sizes: dict[Storage, list[tuple[int, int]]] = {}  # a position, and the bytes from there on
     for position, node in enumerate(nodes):
         size = resized_to(node)
@@ -116,7 +128,7 @@ def _lifetimes(graphs: Sequence[Graph], storages: Storages) -> Iterator[Lifetime
         changes = [(position, storage.bytes), *sizes.get(storage, []), (last[storage] + 1, 0)]
         for (begin, size), (end, _) in pairwise(changes):
             if size and begin < end:
-                yield Lifetime(storage.maker, categories[storage], size, begin, end - 1)
+                yield storage, size, begin, end - 1
 
 
 def _first_positions(graphs: Sequence[Graph], storages: Storages) -> dict[Storage, int]:
@@ -163,12 +175,11 @@ def _categories(graphs: Sequence[Graph], storages: Storages) -> dict[Storage, st
 
 
 def _category(node: Node, storage: Storage, storages: Storages, prepared: bool, gradient: bool) -> str:
-    tag = tag_of(node)
     if node.op in ("placeholder", "get_attr"):
         return INPUTS if storage in storages.kept else ACTIVATIONS
     if prepared:
         return BUFFERS
-    if tag is not None and tag.phase in (UNSHARD, RESHARD):
+    if phase_of(node) in (UNSHARD, RESHARD):
         return UNSHARDED
     return GRADIENTS if gradient else ACTIVATIONS
 
@@ -177,9 +188,8 @@ def _prepared(graph: Graph) -> set[Node]:
     """What transitions make for a launch."""
     found: set[Node] = set()
     for node in reversed(graph.nodes):
-        tag = tag_of(node)
-        if tag is not None and not is_launch(node):
-            if any((is_launch(user) and tag_of(user)) or user in found for user in node.users):
+        if phase_of(node) is not None and not is_launch(node):
+            if any((phase_of(user) is not None and is_launch(user)) or user in found for user in node.users):
                 found.add(node)
     return found
 
@@ -189,8 +199,7 @@ def _gradients(graphs: Sequence[Graph], storages: Storages) -> set[Storage]:
     found: set[Storage] = set()
     for graph in graphs:
         for node in graph.nodes:
-            tag = tag_of(node)
-            if tag is not None and tag.phase == REDUCE:
+            if phase_of(node) == REDUCE:
                 found.update(storages.read_by(node))
     if has_backward(graphs[-1]):
         found.update(*(storages.of[node] for node in outputs_of(graphs[-1])))

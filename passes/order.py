@@ -11,9 +11,10 @@ waited for before some position after its launch.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import pairwise
 
 from torch.fx import Graph, Node
 
@@ -26,8 +27,8 @@ from .graph_view import (
     data_bytes,
     gathers,
     made_by,
+    phase_of,
     reductions,
-    tag_of,
 )
 from .torch_compat import is_alias
 
@@ -99,7 +100,7 @@ class Order:
         results = _results(reduced)
         moved = {node for nodes in (*launches, *arrivals, *results) for node in nodes}
         spine = [node for node in graph.nodes if node not in moved]
-        places = {node: index for index, node in enumerate(spine)}
+        places = _Places.on(spine, reduced)
         return cls(spine, _gathers(launches, arrivals, places), _reductions(reduced, results, places))
 
     def write(self, graph: Graph) -> None:
@@ -161,7 +162,7 @@ def _arrival(gather: Collective) -> list[Node]:
     stack = list(found)
     while stack:
         for user in stack.pop().users:
-            if user not in found and (_made_in(user, UNSHARD) or (is_alias(user) and len(user.all_input_nodes) == 1)):
+            if user not in found and (phase_of(user) == UNSHARD or (is_alias(user) and len(user.all_input_nodes) == 1)):
                 found[user] = None
                 stack.append(user)
     return sorted(found)
@@ -179,44 +180,77 @@ def _results(reduced: Sequence[Collective]) -> list[list[Node]]:
             node = stack.pop()
             if owner.get(node) != index:
                 owner[node] = index
-                stack.extend(user for user in node.users if user.target is not WAIT and _made_in(user, REDUCE))
+                stack.extend(user for user in node.users if user.target is not WAIT and phase_of(user) == REDUCE)
     results: list[list[Node]] = [[] for _ in reduced]
     for node in sorted(owner):
         results[owner[node]].append(node)
     return results
 
 
-def _made_in(node: Node, phase: str) -> bool:
-    tag = tag_of(node)
-    return tag is not None and tag.phase == phase
-
-
 # -- where it can go --------------------------------------------------------------------------------------------------
 
 
-def _gathers(launches: Iterable[list[Node]], arrivals: Iterable[list[Node]], places: dict[Node, int]) -> list[Gather]:
+@dataclass(frozen=True)
+class _Places:
+    """Positions on the spine.
+
+    Attributes:
+        of: of each node.
+        inputs: the first behind the graph's inputs.
+        launches: those that launch reductions, in order.
+    """
+
+    of: dict[Node, int]
+    inputs: int
+    launches: list[int]
+
+    @classmethod
+    def on(cls, spine: Sequence[Node], reduced: Sequence[Collective]) -> _Places:
+        of = {node: index for index, node in enumerate(spine)}
+        inputs = sum(node.op == "placeholder" for node in spine)
+        return cls(of, inputs, sorted(of[reduction.start] for reduction in reduced if reduction.start in of))
+
+    @property
+    def end(self) -> int:
+        return len(self.of) - 1
+
+    def first_reader(self, nodes: list[Node]) -> int:
+        """The first position that reads any of ``nodes``; the end if none does."""
+        readers = [self.of[user] for node in nodes for user in node.users if user in self.of]
+        return min(readers, default=self.end)
+
+    def after_inputs(self, nodes: list[Node]) -> int:
+        """The first position at which all is there that ``nodes`` are computed from."""
+        sources = [self.of[source] + 1 for node in nodes for source in node.all_input_nodes if source in self.of]
+        return max([self.inputs, *sources])
+
+    def next_launch(self, at: int) -> int:
+        """The first position from ``at`` on that launches a reduction; the end if none does."""
+        index = bisect_left(self.launches, at)
+        return self.launches[index] if index < len(self.launches) else self.end
+
+
+def _gathers(launches: Iterable[list[Node]], arrivals: Iterable[list[Node]], places: _Places) -> list[Gather]:
     found = []
     for launch, arrival in zip(launches, arrivals, strict=True):
-        need = _first_reader(arrival, places)
+        need = places.first_reader(arrival)
         held = [*launch[:-1], *(node for node in arrival if node.target is WAIT)]
         taken = _bytes(node for node in held if not is_alias(node))
-        found.append(Gather(launch, arrival, min(_after_inputs(launch, places), need), need, taken, need))
+        found.append(Gather(launch, arrival, min(places.after_inputs(launch), need), need, taken, need))
     return sorted(found, key=lambda gather: gather.need)
 
 
-def _reductions(
-    reduced: Sequence[Collective], results: Sequence[list[Node]], places: dict[Node, int]
-) -> list[Reduction]:
+def _reductions(reduced: Sequence[Collective], results: Sequence[list[Node]], places: _Places) -> list[Reduction]:
     found: list[Reduction] = []
     launched = {node: index for index, nodes in enumerate(results) for node in nodes}
     for reduction, arrival in zip(reduced, results, strict=True):
         follows = found[launched[reduction.start]] if reduction.start in launched else None
-        earliest = max(_after_inputs(arrival, places), follows.earliest if follows else 0)
-        need = max(earliest, _first_reader(arrival, places))
+        earliest = max(places.after_inputs(arrival), follows.earliest if follows else 0)
+        need = max(earliest, places.first_reader(arrival))
         held, made = _bytes(reduction.inputs), _bytes(node for node in arrival if not is_alias(node))
         found.append(Reduction(arrival, earliest, need, held, made, follows, earliest))
         if follows is not None:
-            follows.need = min(follows.need, need, _next_launch(reduced, places, follows.earliest))
+            follows.need = min(follows.need, need, places.next_launch(follows.earliest))
     for index, nodes in enumerate(results):  # what is read together is waited for before the last is launched
         readers = {launched[user]: None for node in nodes for user in node.users if launched.get(user, index) != index}
         later = [found[reader].earliest for reader in readers if found[reader].follows is not found[index]]
@@ -224,27 +258,8 @@ def _reductions(
     return found
 
 
-def _next_launch(reduced: Sequence[Collective], places: dict[Node, int], at: int) -> int:
-    """The first position from ``at`` on that launches a reduction; the end if none does."""
-    launches = [places[reduction.start] for reduction in reduced if reduction.start in places]
-    return min((place for place in launches if place >= at), default=len(places) - 1)
-
-
 def _bytes(nodes: Iterable[Node]) -> int:
     return sum(data_bytes(node.meta["val"]) for node in nodes)
-
-
-def _first_reader(nodes: list[Node], places: dict[Node, int]) -> int:
-    """The first position of the spine that reads any of ``nodes``; the end if none does."""
-    readers = [places[user] for node in nodes for user in node.users if user in places]
-    return min(readers, default=len(places) - 1)
-
-
-def _after_inputs(nodes: list[Node], places: dict[Node, int]) -> int:
-    """The first position of the spine at which all is there that ``nodes`` are computed from; behind the inputs."""
-    inputs = sum(1 for _ in takewhile(lambda node: node.op == "placeholder", places))
-    sources = [places[source] + 1 for node in nodes for source in node.all_input_nodes if source in places]
-    return max([inputs, *sources])
 
 
 def _put_in_order(nodes: Iterable[Node]) -> None:

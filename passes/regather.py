@@ -8,7 +8,8 @@ marked for recomputation, so the partitioner computes it a second time in the ba
           └──── cast ─ gather ─ wait ─ slice ─ t ─ mm_backward   backward
 
 The ``resize_`` nodes go: within one graph the compiler frees a tensor after its last use by itself. A parameter that is
-not freed is marked to be saved, also where activation checkpointing would gather it again. So is one of which fewer
+not freed is marked to be saved, also where activation checkpointing would gather it again; by the user's choice these
+are some more than ``fully_shard`` was told to keep, see ``keep_unsharded``. So is one of which fewer
 ranks keep a slice; once the graph is partitioned, ``keep_slices`` has the slice saved in its place.
 """
 
@@ -33,6 +34,7 @@ from .graph_view import (
     set_tag,
     tag_of,
 )
+from .keep_unsharded import frees_to_drop
 from .torch_compat import is_marked_regather, mark_regather, mark_save, unmark
 
 
@@ -48,8 +50,13 @@ def regather(graph: Graph, context: PassContext) -> Report:
     """
     before = Traffic.of(graph)
     freed = frees(graph)
-    roots = dict.fromkeys(alias_root(free.args[0]) for free in freed)  # type: ignore[arg-type]
     slices = list(kept_slices(graph))
+    roots = dict.fromkeys(_root(free) for free in freed)
+    if context.config.regather == "auto" and has_backward(graph):
+        sliced = {kept.source for kept in slices}
+        whole = [free for free in freed if _root(free) not in sliced]
+        dropped = frees_to_drop(graph, context.config, whole)
+        roots = dict.fromkeys(_root(free) for free in freed if free not in dropped)
     for kept in slices:
         _note_slice(kept)
     for node in (*freed, *(node for kept in slices for node in reversed(kept.nodes))):
@@ -58,6 +65,10 @@ def regather(graph: Graph, context: PassContext) -> Report:
         _mark(graph, roots)
     graph.lint()
     return Report("regather", len(freed), before, Traffic.of(graph))
+
+
+def _root(free: Node) -> Node:
+    return alias_root(free.args[0])  # type: ignore[arg-type]
 
 
 def _note_slice(kept: KeptSlice) -> None:

@@ -25,7 +25,8 @@ overlap, nothing is launched early.
 
 The room depends on the sizes of activations, and ranks may have traced different ones (sequences of other lengths).
 So by default it decides where between two other collectives one is launched, never which comes first: the order is the
-same on all ranks. A budget of the user's is for ranks that trace equal sizes.
+same on all ranks. A budget in the configuration, the user's or one that ``plan`` sets there for buckets that go by the
+cost model anyway, is for ranks that trace equal sizes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from torch.fx import Graph
 
 from .context import PassContext, Report, Traffic
 from .graph_view import is_launch, resized_to
-from .memory import MemoryProfile
+from .memory import live_bytes
 from .order import Order, Reduction
 from .torch_compat import real_tensors
 
@@ -82,19 +83,19 @@ def eager_order(graphs: Sequence[Graph]) -> None:
 def eager_peak(graphs: Sequence[Graph]) -> int:
     """The peak of live bytes of FSDP2's eager order, for graphs with one bucket for each module; reorders them."""
     eager_order(graphs)
-    return MemoryProfile.of(graphs).peak
+    return max(live_bytes(graphs))
 
 
 def _choose(orders: Sequence[Order], graphs: Sequence[Graph], wanted: int | None, default: int | None) -> None:
     for order in orders:
         order.like_eager()
-    profile = _profile(orders, graphs)
-    budget = max(default or 0, profile.peak) if wanted is None else wanted
-    if profile.peak > budget:
+    live = _live_bytes(orders, graphs)
+    budget = max(default or 0, *live) if wanted is None else wanted
+    if max(live) > budget:
         for order in orders:
             order.wait_at_once()
-        profile = _profile(orders, graphs)
-    for room in _rooms(orders, graphs, profile, budget):
+        live = _live_bytes(orders, graphs)
+    for room in _rooms(orders, graphs, live, budget):
         room.launch_early(room.order.one_ahead())
         room.wait_late()
         room.launch_early(_behind_launches(room.order) if wanted is None else _behind_reductions(room.order))
@@ -118,17 +119,17 @@ def _behind_reductions(order: Order) -> list[int]:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _profile(orders: Sequence[Order], graphs: Sequence[Graph]) -> MemoryProfile:
-    """Of the graphs in these orders, in which it puts them."""
+def _live_bytes(orders: Sequence[Order], graphs: Sequence[Graph]) -> list[int]:
+    """While each node of the graphs runs, in these orders, in which it puts them."""
     for order, graph in zip(orders, graphs, strict=True):
         order.write(graph)
-    return MemoryProfile.of(graphs)
+    return live_bytes(graphs)
 
 
-def _rooms(orders: Sequence[Order], graphs: Sequence[Graph], profile: MemoryProfile, budget: int) -> list[Room]:
+def _rooms(orders: Sequence[Order], graphs: Sequence[Graph], live: Sequence[int], budget: int) -> list[Room]:
     """What the orders leave of the budget."""
-    live = iter(profile.live)
-    return [Room.of(order, graph, live, budget) for order, graph in zip(orders, graphs, strict=True)]
+    sizes = iter(live)
+    return [Room.of(order, graph, sizes, budget) for order, graph in zip(orders, graphs, strict=True)]
 
 
 @dataclass

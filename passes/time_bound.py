@@ -2,8 +2,11 @@
 
 Holds for every plan that runs the graph's compute in any order that dependences allow, and its tagged collectives in
 any order and merged in any way, each bucket no sooner than all of its members could start. Compute costs the same in
-all of them; copies around collectives (tagged nodes) count nothing unless it is said what cannot be saved of them, as a
-pass may fuse them. What is merged already is taken for one collective.
+all of them. Of the copies around collectives (tagged nodes) those count that change dtype or device, which every plan
+must do: with the time to read the data and to write it, since a launch may be shared; pads and packing count nothing,
+as a cast may write where they would. A copy that is fused into a kernel with others is done within the kernel's time,
+after all that it needs and before all that needs it, so it is a job of that length like any other. What is merged
+already is taken for one collective.
 
 Let K(b) be the cheapest time to move b bytes by one kind of collective on one process group: concave, as one launch of
 all is the cheapest. Whatever the buckets, to move a set of collectives keeps their lane busy for at least the sum over
@@ -36,14 +39,14 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from torch.fx import Graph, Node
 
 from .costs import COMPUTE, CheapestCosts
-from .graph_view import kind_of, process_group_of, tag_of, whole_bytes
+from .graph_view import converts, kind_of, phase_of, process_group_of, whole_bytes
 from .reach import Sets, sums_at_marks, sums_of_marks, ways
 
 Job = tuple[float, float, float]  # head, duration, tail
@@ -52,24 +55,23 @@ Job = tuple[float, float, float]  # head, duration, tail
 def time_bound(
     graph: Graph,
     costs: CheapestCosts,
-    without: Collection[Node] = (),
+    without: Collection[Node] = frozenset(),
     in_order: bool = False,
-    least_copy: Callable[[Node], float] = lambda node: 0.0,
 ) -> float:
     """Seconds that ``graph`` takes at least.
 
     Args:
         graph: forward, backward, or a graph without backward.
         costs: of its nodes.
-        without: launches that a plan may do without.
+        without: launches, and copies for them, that a plan may do without.
         in_order: compute keeps its order, as our passes have it; the bound is larger and holds only for such plans.
-        least_copy: seconds that no plan can save of a copy around a collective; say, of a cast, to read and to write.
     """
     lanes = {node: costs.lane(node) for node in graph.nodes if node not in without}
     launches = _Launches({node: lane for node, lane in lanes.items() if lane is not None and lane != COMPUTE}, costs)
-    kernels = [node for node, lane in lanes.items() if lane == COMPUTE]
-    compute = {node: costs.seconds(node) if tag_of(node) is None else least_copy(node) for node in kernels}
-    down, up = ways(graph, [node for node in kernels if tag_of(node) is None] if in_order else ())
+    kernels = [node for node, lane in lanes.items() if lane == COMPUTE and phase_of(node) is None]
+    casts = [node for node, lane in lanes.items() if lane == COMPUTE and phase_of(node) is not None and converts(node)]
+    compute = {node: costs.seconds(node) for node in kernels} | {node: costs.least_copy_seconds(node) for node in casts}
+    down, up = ways(graph, kernels if in_order else ())
     before, behind = down.passed(launches.marks), up.passed(launches.marks)
     lengths = compute | launches.shares
     heads = down.longest(lengths, launches.least(before, behind, compute))
@@ -140,7 +142,7 @@ class _Launches:
 
 
 def _kind(start: Node, lane: str) -> _Kind:
-    return _Kind(lane, kind_of(start), process_group_of(start)) if tag_of(start) else _Kind(lane, "", "")
+    return _Kind(lane, kind_of(start), process_group_of(start)) if phase_of(start) else _Kind(lane, "", "")
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------

@@ -146,15 +146,20 @@ def emit(graph: Graph, target: Callable[..., Any], *args: Any, result: Any = Non
 
 
 def copy_graph(graph: Graph) -> Graph:
-    """A copy with its own nodes and ``meta``, owned by a module so that it can be linted and run.
+    """A copy with its own nodes and ``meta``, owned by a module so that it can be run.
 
-    The nodes' fake results are shared. ``graph_copy`` alone leaves out the output node.
+    The nodes' fake results are shared.
     """
+    return GraphModule(graph.owning_module or torch.nn.Module(), copy_to_try(graph)).graph
+
+
+def copy_to_try(graph: Graph) -> Graph:
+    """The same without a module, whose making takes longer; ``graph_copy`` alone leaves out the output node."""
     copied = Graph()
     output = copied.graph_copy(graph, {}, return_output_node=True)
     assert isinstance(output, tuple)
     copied.output(output[0]).meta = {**output[1].meta}
-    return GraphModule(graph.owning_module or torch.nn.Module(), copied).graph
+    return copied
 
 
 def copy_node(graph: Graph, node: Node, copies: Mapping[Node, Node | None]) -> Node:
@@ -174,6 +179,32 @@ def copy_node(graph: Graph, node: Node, copies: Mapping[Node, Node | None]) -> N
         with fake_mode_of(value):
             copy.meta["val"] = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
     return copy
+
+
+def update_result(node: Node) -> None:
+    """Find a node's fake result anew: that of an input is another now."""
+    values, named = (torch.fx.node.map_arg(each, lambda n: n.meta["val"]) for each in (node.args, node.kwargs))
+    with fake_mode_of((values, named)):
+        node.meta["val"] = node.target(*values, **named)  # type: ignore[operator, arg-type]
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source to its target, of any dtype, at once where there is a kernel for it, as torch's FSDP does."""
+    torch._foreach_copy_(targets, sources)
+
+
+def inductor_lowerings() -> tuple[Mapping[Any, Callable[..., Any]], Callable[..., Any]]:
+    """Inductor's code generators of operators, and what registers one: there is no public way for custom operators."""
+    from torch._inductor import lowering
+
+    return lowering.lowerings, lowering.register_lowering
+
+
+def name_of_compile() -> str:
+    """Which of this process's compiles runs, as torch numbers them in its logs, or empty; there is no public way."""
+    from torch._guards import CompileContext
+
+    return str(CompileContext.current_compile_id() or "").replace("/", ".")
 
 
 def real_tensors() -> AbstractContextManager[Any]:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 import torch
 from ranks import Ranks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compile_caches() -> Iterator[None]:
+    """What an earlier run has compiled does not come back in this one, whose tests look at what the passes do."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", directory)
+        yield
 
 
 def _ranks(world: int, backend: str = "gloo") -> Iterator[Ranks]:

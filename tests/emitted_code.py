@@ -89,13 +89,13 @@ class Memory:
 
     Attributes:
         of: the memory behind each name that is alive.
-        sent: memory that a launch reads until a wait -> the waits' names.
+        sent: by what is waited for, memory that its launch reads until then.
         received: memory that a launch writes until a wait.
     """
 
     def __init__(self, code: str) -> None:
         self.of: dict[str, int] = {}
-        self.sent: dict[int, str] = {}
+        self.sent: dict[str, int] = {}
         self.received: set[int] = set()
         self.parts: dict[str, list[int]] = {}  # coalesced launch -> memory of what it sends
         self.inputs: set[str] = set()
@@ -142,7 +142,7 @@ class Memory:
         for name in self._names(line):
             assert self.memory(name) not in self.received, f"{name} is used before its wait: {line}"
         for name in written:
-            assert self.memory(name) not in self.sent, f"{name} is written while it is being sent: {line}"
+            assert self.memory(name) not in self.sent.values(), f"{name} is written while it is being sent: {line}"
 
     def _launch(self, name: str, kind: str, arguments: str) -> None:
         self._access(arguments, [])
@@ -158,11 +158,11 @@ class Memory:
     def _receive(self, name: str, sent: int) -> None:
         self.of.pop(name, None)
         self.received.add(self.memory(name))
-        self.sent[sent] = name
+        self.sent[name] = sent
 
     def _wait(self, name: str) -> None:
         self.received.remove(self.memory(name))  # else a second wait, or one without a launch
-        self.sent = {memory: output for memory, output in self.sent.items() if output != name}
+        del self.sent[name]
 
     def _alias(self, name: str, other: str) -> None:
         self.of[name] = self.memory(other)
@@ -170,7 +170,7 @@ class Memory:
     def _drop(self, name: str, reused: bool = False) -> None:
         memory = self.of.pop(name, None)
         if memory is not None and (reused or memory not in self.of.values()):
-            assert memory not in self.sent, f"{name} is given up while it is being sent"
+            assert memory not in self.sent.values(), f"{name} is given up while it is being sent"
             assert memory not in self.received, f"{name} is given up before its wait"
 
     def _call(self, result: str | None, function: str, arguments: str) -> None:

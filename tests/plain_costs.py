@@ -45,6 +45,9 @@ class PlainCosts:
             return None
         return COMPUTE
 
+    def least_copy_seconds(self, node: Node) -> float:
+        return self.compute(node)
+
     def cheapest_seconds(self, kind: str, group: str, bytes: int) -> float:
         return self.latency + bytes / dict(self.rates).get(kind, 1.0)
 

@@ -14,9 +14,21 @@ import torch
 from graph_maker import WORLD, GraphMaker, aten
 from torch.fx import Graph, Node
 
-from fsdp_compile.passes.graph_view import UNSHARD, WAIT, Tag, is_launch, kind_of, resized_to, set_tag, tag_of, waits_of
+from fsdp_compile.passes.graph_view import (
+    UNSHARD,
+    WAIT,
+    Tag,
+    gathers,
+    is_launch,
+    kind_of,
+    made_by,
+    resized_to,
+    set_tag,
+    tag_of,
+    waits_of,
+)
 from fsdp_compile.passes.storages import Storages
-from fsdp_compile.passes.torch_compat import RESIZE, emit
+from fsdp_compile.passes.torch_compat import RESIZE, copy_node, emit
 
 
 class RandomGraph:
@@ -105,6 +117,26 @@ def random_pair(seed: int, modules: int) -> tuple[Graph, Graph]:
         reduced.append(backward.reduced(index))
     backward.free()
     return forward.make.finish(*results, *saved, *shards), backward.make.finish(*reduced, backward.readable[-1])
+
+
+def gather_again(graph: Graph, chance: Random) -> None:
+    """Have the later readers of what some gathers bring read what a gather of their own brings."""
+    for gather in list(gathers(graph)):
+        (wait,) = gather.waits
+        views = [wait, *(user for user in wait.users if tag_of(user))]
+        readers = sorted({user for node in views for user in node.users if tag_of(user) is None})
+        if len(readers) > 1 and chance.random() < 0.6:
+            first = chance.randint(1, len(readers) - 1)
+            copies: dict[Node, Node | None] = {}
+            with graph.inserting_before(readers[first]):
+                for node in [*made_by(gather.inputs[0], UNSHARD), gather.start, *views]:
+                    taken = {source: copies.get(source, source) for source in node.all_input_nodes}
+                    copies[node] = copy = copy_node(graph, node, taken)
+                    copy.meta["custom"] = node.meta["custom"]
+            for reader in readers[first:]:
+                for node in views:
+                    reader.replace_input_with(node, copies[node])  # type: ignore[arg-type]
+    graph.lint()
 
 
 # -- orders -----------------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ class Ranks:
             return ok, pickle.loads(said) if ok else said
         except EOFError:
             self._processes[rank].join(5)
-            return False, f"died with exit code {self._processes[rank].exitcode}"
+            return False, f"died with exit code {self._processes[rank].exitcode}\n{self._stacks(rank)}"
 
     def _kill_ranks_without(self, answers: dict[int, tuple[bool, Any]]) -> None:
         for rank, process in enumerate(self._processes):
@@ -78,18 +78,24 @@ class Ranks:
                 process.kill()
 
     def _last_words(self, rank: int) -> str:
-        with open(self._stacks(rank)) as file:
-            return file.read() or "still running when another rank had failed"
+        return self._stacks(rank) or "still running when another rank had failed"
 
     def _stacks(self, rank: int) -> str:
+        """What it wrote of its threads when it crashed or ran out of time."""
+        with open(self._stacks_file(rank)) as file:
+            return file.read()
+
+    def _stacks_file(self, rank: int) -> str:
         return os.path.join(self._folder.name, f"stacks-{rank}")
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("spawn")
+        # Forked from a process that has only imported: as clean as one that is spawned, and there at once.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.tensor", "torch._dynamo", "fsdp_compile"])
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            args = (rank, self.world, self._backend, self._folder.name, self._stacks(rank), theirs)
+            args = (rank, self.world, self._backend, self._folder.name, self._stacks_file(rank), theirs)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()  # so that the pipe ends when the rank does
@@ -112,6 +118,7 @@ def _serve(rank: int, world: int, backend: str, folder: str, stacks: str, pipe: 
     store = dist.FileStore(os.path.join(folder, "store"), world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT))
     with open(stacks, "w") as file:
+        faulthandler.enable(file)
         while True:
             try:
                 function, args, timeout = pipe.recv()

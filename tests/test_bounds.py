@@ -20,10 +20,11 @@ from random_graphs import random_pair, reorder
 from random_models import Tree
 from schedules import BYTES, COSTS, long_schedule, schedule
 from test_passes_properties import on_random_trees
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from fsdp_compile.passes import MemoryProfile, PassContext, accumulate, bounds, bucket, copy_graph, simulate
 from fsdp_compile.passes.costs import CheapestCosts, KindsApart
+from fsdp_compile.passes.graph_view import UNSHARD, Tag, set_tag
 from fsdp_compile.passes.memory_bound import memory_bound
 from fsdp_compile.passes.time_bound import Job, earliest_end, time_bound
 from fsdp_compile.passes.torch_compat import RESIZE, emit
@@ -153,15 +154,34 @@ def test_a_path_over_lanes() -> None:
     assert time_bound(make.finish(*made), COSTS) == 3 + 2 + 3 + 8
 
 
-def test_copies_around_collectives_do_not_count() -> None:
-    """A pass may do without them, but for what it is told."""
+@pytest.mark.parametrize(("dtype", "counted"), [(torch.float64, 5), (torch.float32, 0)])
+def test_copies_around_collectives_count_if_they_cast(dtype: torch.dtype, counted: int) -> None:
+    """A pass may do without the others."""
     make = GraphMaker()
-    cast = make.cast(make.input(torch.float64), torch.float32, "a")
-    graph = make.finish(make.made_up("A=2", (8, 3), make.gather(cast, "a")))
-    costs = replace(COSTS, compute=lambda node: 5 if node is cast else 2)
-    assert time_bound(graph, costs) == 3 + 2
-    assert time_bound(graph, costs, least_copy=lambda node: 4) == 4 + 3 + 2
+    copy = make.cast(make.input(dtype), torch.float32, "a")
+    graph = make.finish(make.made_up("A=2", (8, 3), make.gather(copy, "a")))
+    costs = replace(COSTS, compute=lambda node: 5 if node is copy else 2)
+    assert time_bound(graph, costs) == counted + 3 + 2
     assert simulate([graph], costs).seconds == 5 + 3 + 2
+
+
+def test_casts_for_what_is_kept_unsharded_do_not_count() -> None:
+    make = GraphMaker()
+    forward = make.finish(
+        make.made_up("A=1", (8, 3), gathered_after_cast(make)), *make.graph.find_nodes(op="placeholder")
+    )
+    make = GraphMaker()
+    made = make.made_up("C=1", (8, 3), make.input(name="tangents_1"))
+    backward = make.finish(make.made_up("A=1", (8, 3), gathered_after_cast(make), made))
+    costs = replace(COSTS, compute=lambda node: 1)
+    assert [time_bound(graph, costs) for graph in (forward, backward)] == [1 + 3 + 1] * 2
+    assert bounds([forward, backward], costs).time_any_reshard == (1 + 3 + 1) + (1 + 1)
+
+
+def gathered_after_cast(make: GraphMaker) -> Node:
+    cast = make.cast(make.input(torch.float64), torch.float32, "a")
+    set_tag(cast, Tag(0, "", ("a",), (0,), UNSHARD))
+    return make.gather(cast, "a")
 
 
 def test_collectives_of_others_are_not_merged() -> None:
@@ -343,8 +363,8 @@ def check_plans(pair: Pair, costs: CheapestCosts, chance: Random, compute_stays:
 
 def check_plan(pair: Pair, plan: Pair, costs: CheapestCosts, compute_stays: bool) -> None:
     timeline, peak = simulate(plan, costs), MemoryProfile.of(plan).peak
-    for graphs in (pair, plan):  # a plan's own bounds hold for it too, where copies are what they are
-        least = bounds(graphs, costs, compute_stays, costs.seconds if graphs is plan else lambda node: 0.0)
+    for graphs in (pair, plan):  # a plan's own bounds hold for it too
+        least = bounds(graphs, costs, compute_stays)
         forward, backward = timeline.phases
         assert forward.seconds * LONGEST >= least.time_forward
         assert backward.seconds * LONGEST >= least.time_backward

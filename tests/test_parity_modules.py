@@ -128,6 +128,16 @@ class TwiceNet(Net):
         return self.head(x)
 
 
+class RepeatingNet(Net):
+    """Each block runs twice in a row; compiled, it is gathered once for both runs."""
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(block(x))
+        return self.head(x)
+
+
 class SkippingNet(Net):
     """The last block never runs."""
 
@@ -195,6 +205,7 @@ KINDS = [
     KeywordNet,
     InPlaceNet,
     TwiceNet,
+    RepeatingNet,
     SkippingNet,
     FrozenNet,
     NestedNet,

@@ -25,23 +25,31 @@ from fsdp_compile.passes import (
     accumulate,
     bucket,
     copy_graph,
+    dedup,
+    fuse_copies,
     print_skeleton,
     regather,
     schedule,
     tag_digest,
 )
 from fsdp_compile.passes.graph_view import (
+    COPIES,
     GATHERS,
+    REDUCE,
     REDUCTIONS,
     WAIT,
+    Collective,
     alias_root,
     frees,
     gathers,
+    made_by,
     reductions,
     same_data_as,
     tag_of,
 )
-from fsdp_compile.passes.torch_compat import RESIZE, c10d
+from fsdp_compile.passes.torch_compat import RESIZE, c10d, is_alias
+
+aten = torch.ops.aten
 
 
 def on_random_trees(examples: int) -> Callable[[Callable[[Tree], None]], Callable[[], None]]:
@@ -79,12 +87,12 @@ def test_training(tree: Tree) -> None:
         note(print_skeleton(graph))
         check_form(graph)
     check_regather(graphs["joint before"], graphs["joint after"])
-    check_bucket(graphs["forward before"], graphs["forward after"], tree.world)
+    forward = check_planned(graphs["forward before"], graphs["forward after"], tree.world)
     accumulated = check_accumulate(graphs["backward before"], tree.world)
-    check_bucket(accumulated, graphs["backward after"], tree.world)
+    backward = check_planned(accumulated, graphs["backward after"], tree.world)
     check_nothing_freed_is_saved(graphs["joint before"], graphs["forward before"])
     check_partition(graphs, tree.world)
-    check_schedule([graphs["forward after"], graphs["backward after"]], tree.world)
+    check_schedule([forward, backward], tree.world)
 
 
 @on_random_trees(examples=8)
@@ -97,7 +105,8 @@ def test_inference(tree: Tree) -> None:
     assert same_bits(run_on_all_ranks(before, inputs), run_on_all_ranks(after, inputs))
     check_unchanged(regather, after)
     check_unchanged(bucket, after)
-    check_schedule([after], tree.world)
+    regather(before, PassContext())
+    check_schedule([check_planned(before, after, tree.world)], tree.world)
 
 
 @on_random_trees(examples=5)
@@ -171,17 +180,69 @@ def marks(graph: Graph) -> list[Any]:
 # -- meaning ----------------------------------------------------------------------------------------------------------
 
 
-def check_bucket(before: Graph, after: Graph, world: int) -> None:
+def check_planned(before: Graph, after: Graph, world: int) -> Graph:
+    """What the unscheduled passes make of a graph; returns what it is in between, with nothing dropped yet."""
+    bucketed = check_bucket(before, world)
+    fused = check_fuse_copies(check_dedup(bucketed, PassConfig(), world), world)
+    assert nameless(fused) == nameless(after)
+    return bucketed
+
+
+def check_bucket(before: Graph, world: int) -> Graph:
+    after, again = copy_graph(before), copy_graph(before)
+    report = bucket(after, PassContext())
     for seed in range(2):
         inputs = random_inputs(before, world, seed)
         assert same_bits(run_on_all_ranks(before, inputs), run_on_all_ranks(after, inputs))
     assert moved(before) == moved(after)
     check_unchanged(bucket, after)
-    again = copy_graph(before)
-    report = bucket(again, PassContext())
+    bucket(again, PassContext())
     assert nameless(again) == nameless(after), "the same graph gave another result"
     assert report.after.gather_bytes == report.before.gather_bytes
     assert report.after.reduction_bytes == report.before.reduction_bytes
+    return after
+
+
+def check_dedup(before: Graph, config: PassConfig, world: int) -> Graph:
+    """Each parameter is still gathered, some once less, and what the graph computes stays."""
+    after = copy_graph(before)
+    report = dedup(after, PassContext(config))
+    check_form(after)
+    assert set(moved(before)) == set(moved(after))
+    assert report.changes == report.before.gathers - report.after.gathers
+    inputs = random_inputs(before, world)
+    assert same_bits(run_on_all_ranks(before, inputs), run_on_all_ranks(after, inputs))
+    check_unchanged(lambda graph, _: dedup(graph, PassContext(config)), after)
+    return after
+
+
+def check_fuse_copies(before: Graph, world: int) -> Graph:
+    """At most one kernel of a transition before each collective; bits stay, and the peak is no higher."""
+    after = copy_graph(before)
+    fuse_copies(after, PassContext())
+    check_form(after)
+    assert moved(before) == moved(after)
+    for seed in range(2):
+        inputs = random_inputs(before, world, seed)
+        assert same_bits(run_on_all_ranks(before, inputs), run_on_all_ranks(after, inputs))
+    check_unchanged(fuse_copies, after)
+    assert MemoryProfile.of([after]).peak <= MemoryProfile.of([before]).peak
+    for collective in (*gathers(after), *reductions(after)):
+        assert len(kernels_before(collective)) <= 1, kernels_before(collective)
+    return after
+
+
+def kernels_before(collective: Collective) -> list[Node]:
+    """What the transition runs for what is sent, but for padding, for making a gradient contiguous, and smaller."""
+    made = [node for source in collective.inputs for node in made_by(source, collective.tag.phase)]
+    return [node for node in dict.fromkeys(made) if not is_alias(node) and not prepares_one(node)]
+
+
+def prepares_one(node: Node) -> bool:
+    if node.target in COPIES and tag_of(node).phase == REDUCE:
+        before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
+        return before.itemsize > after.itemsize or before.dtype is after.dtype
+    return node.target in (aten.constant_pad_nd.default, operator.getitem)
 
 
 def nameless(graph: Graph) -> str:
@@ -194,10 +255,16 @@ def nameless(graph: Graph) -> str:
 
 
 def check_schedule(graphs: list[Graph], world: int) -> None:
-    """The same nodes in another order, and no higher a peak than the budget or what no overlap at all needs."""
+    """The same nodes in another order, and no higher a peak than the budget or what no overlap at all needs.
+
+    What is dropped after that raises the peak neither.
+    """
     after = [copy_graph(graph) for graph in graphs]
     schedule(after, PassContext(PassConfig(memory_budget=0)))
     least = MemoryProfile.of(after).peak
+    planned = [copy_graph(graph) for graph in graphs]
+    schedule(planned, PassContext())
+    check_peak_without_repeats(planned, PassConfig(), world)
     for budget in (least, 2 * least):
         context = PassContext(PassConfig(memory_budget=budget))
         schedule(after, context)
@@ -209,6 +276,12 @@ def check_schedule(graphs: list[Graph], world: int) -> None:
             inputs = random_inputs(old, world)
             assert same_bits(run_on_all_ranks(old, inputs), run_on_all_ranks(new, inputs))
         assert all(report.changes == 0 for report in schedule(after, context))
+        check_peak_without_repeats(after, context.config, world)
+
+
+def check_peak_without_repeats(graphs: list[Graph], config: PassConfig, world: int) -> None:
+    peak = MemoryProfile.of(graphs).peak
+    assert MemoryProfile.of([check_dedup(graph, config, world) for graph in graphs]).peak <= peak
 
 
 def check_buckets_across_modules(before: Graph, context: PassContext, world: int) -> None:

@@ -97,7 +97,7 @@ def _after_an_error(case, way, nested):
 def assert_shows_shards(model):
     assert all(isinstance(param, DTensor) for param in model.parameters())
     groups = [group for state in model._fsdp_state.context.states for group in state.groups]
-    assert not any(group.traced._made or group.traced._hidden for group in groups)
+    assert not any(group.traced.is_open for group in groups)
 
 
 def test_breaks_of_one_model_do_not_touch_another(ranks2):

@@ -1,0 +1,103 @@
+"""What passes report, and what is simulated and written only when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from fake_world import fake_world, graphs_of, run_step
+from torch.fx import Graph
+
+from fsdp_compile import MixedPrecisionPolicy, backend, fully_shard
+from fsdp_compile.passes import Effect, PassConfig, Report, evaluate, print_skeleton, stages
+from fsdp_compile.passes.graph_view import gathers, reductions
+from fsdp_compile.passes.machine import cost_model
+
+WIDTH = 8
+STAGES = [
+    *("joint_1_regather", "forward_backward_2_keep_slices", "forward_backward_3_accumulate"),
+    *("forward_backward_4_bucket", "forward_backward_5_schedule", "forward_backward_6_dedup"),
+    "forward_backward_7_fuse_copies",
+]
+
+
+@pytest.fixture(autouse=True)
+def configured() -> Iterator[None]:
+    """Whatever a test chooses is undone."""
+    before = backend._context.config
+    yield
+    backend._context.config = before
+
+
+def model() -> nn.Module:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    for layer in layers:
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(layers, mp_policy=policy)
+
+
+def reports(rank: int = 0, **choices: Any) -> list[Report]:
+    backend.configure(**choices)
+    with fake_world(2, rank), backend.observed(lambda stage, graph: None) as found:
+        run_step(torch.compile(model(), backend="fsdp_eager", fullgraph=True), torch.ones(3, WIDTH))
+    return found
+
+
+def test_copies_are_counted() -> None:
+    """Four casts of parameters; of gradients four casts and two copies: one for each group."""
+    forward, backward = (report for report in reports() if report.name == "fuse_copies")
+    assert (forward.before.copies, forward.after.copies) == (4, 2)
+    assert backward.before.copies - backward.after.copies == 4
+    assert "copies 4 -> 2" in str(forward)
+
+
+def test_nothing_is_simulated_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "simulate", lambda *_: pytest.fail("simulated"))
+    assert all(report.step_before is None and report.step_after is None for report in reports())
+
+
+def test_measured_steps() -> None:
+    """A stage begins with what the one before it left; the last leaves what the simulation says of the result."""
+    backend.configure(measure=True)
+    seen: list[tuple[str, Graph]] = []
+    with fake_world(2), backend.observed(lambda stage, graph: seen.append((stage, graph))) as found:
+        run_step(torch.compile(model(), backend="fsdp_eager", fullgraph=True), torch.ones(3, WIDTH))
+    steps = {report.name: (report.step_before, report.step_after) for report in found if report.name != "regather"}
+    assert all(left == begins for (_, left), (begins, _) in pairwise(steps.values()))
+    graphs = [dict(seen)["forward after"], dict(seen)["backward after"]]
+    collectives = [each for graph in graphs for kind in (gathers, reductions) for each in kind(graph)]
+    result = evaluate(graphs, cost_model(collectives, None))
+    assert steps["fuse_copies"][1] == Effect(result.timeline.exposed_seconds, result.memory.peak)
+    assert f"-> {result.timeline.exposed_seconds * 1e3:.3f} ms, peak" in str(found[-1])
+    before, after = steps["bucket"]
+    assert before is not None and after is not None and after.exposed < before.exposed
+
+
+def test_dumped_stages(tmp_path: Path) -> None:
+    for rank in range(2):
+        reports(rank, dump=str(tmp_path / "graphs"))
+    names = sorted(path.name for path in (tmp_path / "graphs").iterdir())
+    assert names == sorted(f"rank{rank}_graph0.0_{stage}.txt" for rank in range(2) for stage in STAGES)
+
+
+def test_a_dump_shows_what_a_pass_made(tmp_path: Path) -> None:
+    backend.configure(dump=str(tmp_path))
+    with fake_world(2):
+        graphs = dict(graphs_of(model(), torch.ones(3, WIDTH)))
+    (path,) = tmp_path.glob("*fuse_copies.txt")
+    text = path.read_text()
+    assert text.startswith("fuse_copies: 2 changes; gathers 2 -> 2")
+    for stage in ("forward after", "backward after"):
+        assert print_skeleton(graphs[stage]) in text and str(graphs[stage]) in text
+
+
+def test_caches_do_not_depend_on_what_changes_no_graph() -> None:
+    plain = PassConfig().digest()
+    assert PassConfig(measure=True, dump="somewhere").digest() == plain
+    assert PassConfig(schedule=False).digest() != plain
