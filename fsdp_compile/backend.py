@@ -16,6 +16,7 @@ Any other backend does not run the passes. The state machine then emits no free,
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -30,7 +31,7 @@ from .inductor_order import FxOrder, pinned_after
 from .lowering import Decompositions, lower
 from .passes import PassContext
 
-_context = PassContext()
+_context = PassContext(reports=deque(maxlen=0))  # a process may compile for long; only `observed` has readers of them
 
 
 def configure(**choices: Any) -> None:
@@ -44,11 +45,13 @@ def observed(observer: passes.Observer) -> Iterator[list[passes.Report]]:
 
     A compile that is served from a cache runs no passes. Yields the list of the reports of all passes.
     """
-    outer, _context.observer, _context.reports = _context.observer, observer, []
+    reports: list[passes.Report] = []
+    outer = _context.observer, _context.reports
+    _context.observer, _context.reports = observer, reports
     try:
-        yield _context.reports
+        yield reports
     finally:
-        _context.observer = outer
+        _context.observer, _context.reports = outer
 
 
 def run_joint_hook(graph: Graph, decompositions: Decompositions) -> None:

@@ -147,7 +147,7 @@ def _plan(parts: Mapping[str, Graph], context: PassContext) -> None:
     run_stage(4, parts, context, lambda: merge(graphs, config))
     if config.schedule:
         run_stage(5, parts, context, lambda: order(graphs, config, budget))
-    run_stage(6, parts, context, lambda: [dedup(graph, context) for graph in graphs])
+    run_stage(6, parts, context, lambda: [dedup(graph, PassContext(config)) for graph in graphs])
     run_stage(7, parts, context, lambda: [fuse_copies(graph, context) for graph in graphs])
     _show("after", parts, context)
 

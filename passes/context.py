@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -188,7 +188,7 @@ class PassContext:
 
     config: PassConfig = field(default_factory=PassConfig)
     observer: Observer | None = None
-    reports: list[Report] = field(default_factory=list)
+    reports: MutableSequence[Report] = field(default_factory=list)
 
     def observe(self, stage: str, graph: Graph) -> None:
         """Show ``graph`` to the observer."""

@@ -13,7 +13,8 @@ The data then stay from one run to the next, which must not take more memory tha
 - the one before it in order of use. FSDP2's eager order, where ``schedule`` starts and from where it moves launches to
   earlier places only, launches a gather while what the one before it has brought is read, so both are there at once;
 - or one whose data are saved for the backward and there to the end;
-- or, with a budget of the user's, one whose data are still read after the launch that is dropped; then only these two.
+- or, with a budget (the user's, or that of "auto"), one whose data are still read after the launch that is dropped;
+  then only these two.
 
 Without a budget that does not depend on the sizes of activations, so all ranks drop the same gathers whatever they have
 traced.

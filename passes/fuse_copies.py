@@ -185,11 +185,10 @@ def _padded(graph: Graph, member: Prepared) -> Node:
 
 def _convert_result(reduction: Collective) -> int:
     """Cast and divide what the reduction brings before it is split and not each part; how often."""
-    (wait,) = reduction.waits
-    (split,) = wait.users if len(wait.users) == 1 else (None,)
-    if split is None or split.target is not aten.split_with_sizes.default:
+    readers = [user for wait in reduction.waits for user in wait.users]
+    if len(readers) != 1 or readers[0].target is not aten.split_with_sizes.default:
         return 0
-    return sum(1 for _ in _conversions(split))
+    return sum(1 for _ in _conversions(readers[0]))
 
 
 def _conversions(split: Node) -> Iterator[Node]:

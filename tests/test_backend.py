@@ -141,6 +141,17 @@ def test_the_passes_run_where_nothing_is_freed() -> None:
     assert "forward after" in stages
 
 
+def test_reports_are_kept_for_observers_only() -> None:
+    with backend.observed(lambda stage, graph: None) as reports:
+        run_step(torch.compile(two_blocks(), backend="fsdp_eager", fullgraph=True), X)
+    assert "bucket" in {report.name for report in reports}
+    count = len(reports)
+    torch.compiler.reset()
+    run_step(torch.compile(two_blocks(), backend="fsdp_eager", fullgraph=True), X)
+    assert len(reports) == count
+    assert not backend._context.reports
+
+
 def test_install_into() -> None:
     default = torch_compat.inductor_backend()
     assert not backend.passes_will_run(default)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from emitted_code import body, check_memory, emitted
 from fake_world import fake_world, graphs_of
-from graph_maker import GraphMaker, aten, run_pass
+from graph_maker import WORLD, GraphMaker, aten, run_pass
 from simulated_ranks import same_bits
 from torch.fx import Graph, Node
 
@@ -18,7 +18,7 @@ from fsdp_compile.models import SIZES, Llama, shard_llama
 from fsdp_compile.passes import MemoryProfile, PassContext, Report, Traffic, bucket, fuse_copies, teach_inductor
 from fsdp_compile.passes.graph_view import UNSHARD, Tag, gathers, reductions, set_tag
 from fsdp_compile.passes.packing import PACK
-from fsdp_compile.passes.torch_compat import emit
+from fsdp_compile.passes.torch_compat import c10d, emit
 
 CAST = torch.ops.prims.convert_element_type.default
 F32, BF16 = torch.float32, torch.bfloat16
@@ -113,6 +113,21 @@ def test_a_cast_that_something_else_reads_stays() -> None:
         make, read, *(make.double(make.gather(node, param)) for node, param in zip(casts, "abc", strict=True))
     )
     assert count(graph, PACK) == count(graph, CAST) == 1
+
+
+def test_casts_that_move_to_another_device_stay() -> None:
+    make = GraphMaker()
+    moved = []
+    for param in "ab":
+        node = make.graph.call_function(aten._to_copy.default, (make.input(),), {"dtype": BF16, "device": "meta"})
+        node.meta["val"] = torch.empty(4, 3, dtype=BF16, device="meta")
+        set_tag(node, Tag(0, "", (param,), (ord(param) - ord("a"),), UNSHARD))
+        moved.append(node)
+    tag = Tag(0, "", ("a", "b"), (0, 1), UNSHARD)
+    start = make.graph.call_function(c10d.all_gather_into_tensor_coalesced.default, (moved, WORLD, "0"))
+    set_tag(start, tag)
+    graph = make.finish(start)
+    assert fuse_copies(graph, PassContext()).changes == 0
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
