@@ -129,7 +129,7 @@ def make_ours(task: Task) -> Contestant:
 def make_ours_listed(task: Task) -> Contestant:
     """Ours, told the order of the blocks."""
     contestant = make_ours(task)
-    _list_prefetches(contestant.model)
+    list_prefetches(contestant.model)
     return contestant
 
 
@@ -143,7 +143,7 @@ def make_torch_listed(task: Task) -> Contestant:
     """torch's, with the private switch that makes its gathers asynchronous on CPU, and told the order of the blocks."""
     contestant = make_torch(task)
     gather_asynchronously(contestant.model)
-    _list_prefetches(contestant.model)
+    list_prefetches(contestant.model)
     return contestant
 
 
@@ -162,7 +162,7 @@ def _shard(model: Any, shard: Callable[..., Any], **kwargs: Any) -> nn.Module:
     return shard(model, **kwargs)
 
 
-def _list_prefetches(model: Any) -> None:
+def list_prefetches(model: Any) -> None:
     blocks = list(model.blocks)
     model.set_modules_to_forward_prefetch(blocks[:1])
     model.set_modules_to_backward_prefetch(blocks[-1:])

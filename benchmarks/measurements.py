@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,7 +62,7 @@ def memory_rank(rank: int, world: int, args: argparse.Namespace, directory: str)
     samples: Samples = {name: {"peak": [], "before": []} for name in ("ours", "torch")}
     for _ in range(args.memory_rounds):
         for name, of in samples.items():
-            found = _live_bytes(name, _llama(args))
+            found = live_bytes_of(partial(MAKERS[name], _llama(args)))
             of["peak"].append(median(step.peak for step in found))
             of["before"].append(median(step.before for step in found))
     samples = over_ranks(samples)
@@ -76,9 +79,9 @@ def link_rank(rank: int, world: int, args: argparse.Namespace, directory: str) -
     run_block(contestants["plain"], WARM_UP, timed_update=True)
     compute = _compute_time(contestants["plain"], args.steps)
     for each in contestants.values():
-        _bytes_of_a_step(each)  # the first makes connections and buffers
-    sent = {name: _bytes_of_a_step(each) for name, each in contestants.items()}
-    rate = args.rate * 1e6 / 8 if args.rate else _from_rank_0(sent["torch"] / compute)
+        bytes_of_a_step(each)  # the first makes connections and buffers
+    sent = {name: bytes_of_a_step(each) for name, each in contestants.items()}
+    rate = args.rate * 1e6 / 8 if args.rate else from_rank_0(sent["torch"] / compute)
     limit_rate(rate)
     samples = run_rounds(contestants, args.rounds, args.steps, timed_update=True)
     for name, of in samples.items():
@@ -97,11 +100,11 @@ def _make(task: Task, *names: str) -> dict[str, Contestant]:
     return {name: MAKERS[name](task) for name in names}
 
 
-def _live_bytes(name: str, task: Task) -> list[LiveBytes]:
-    """Of the steps that were measured whole, on this rank."""
+def live_bytes_of(make: Callable[[], Contestant]) -> list[LiveBytes]:
+    """Of the steps of a new contestant that were measured whole, on this rank."""
 
     def prepare() -> Any:
-        contestant = MAKERS[name](task)
+        contestant = make()
 
         def step() -> None:
             contestant.forward_and_backward(contestant.batch())
@@ -111,10 +114,11 @@ def _live_bytes(name: str, task: Task) -> list[LiveBytes]:
             step()
         return step
 
+    gc.collect()  # or what other contestants left would be freed while this one is watched
     dist.barrier()
     found = live_bytes(prepare, MEMORY_STEPS)
     if not found:
-        raise RuntimeError(f"{name}: each of {MEMORY_STEPS} steps left memory behind, or the profiler missed frees")
+        raise RuntimeError(f"each of {MEMORY_STEPS} steps left memory behind, or the profiler missed frees")
     return found
 
 
@@ -123,7 +127,7 @@ def _compute_time(plain: Contestant, steps: int) -> float:
     return min(run_block(plain, steps, timed_update=True)["process"] for _ in range(3))
 
 
-def _bytes_of_a_step(contestant: Contestant) -> int:
+def bytes_of_a_step(contestant: Contestant) -> int:
     dist.barrier()
     start = bytes_sent()
     contestant.forward_and_backward(contestant.batch())
@@ -131,7 +135,7 @@ def _bytes_of_a_step(contestant: Contestant) -> int:
     return bytes_sent() - start
 
 
-def _from_rank_0(value: float) -> float:
+def from_rank_0(value: float) -> float:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]

@@ -19,8 +19,16 @@ from fsdp_compile.local_ranks import UsageError
 
 DEVICE = "link0"
 PATIENCE = 30.0  # seconds to wait for the other rank
-BURST = "128kb"  # more than the largest packet that TCP hands over at once, else they are dropped
+PACKET = 8_000  # bytes; headers of common ones of 1,500 are a twentieth of what is sent
+BURST = (
+    5e-4  # seconds at the rate, whose bytes go at once after a pause: if messages do, a link seems faster than it is
+)
+LEAST_BURST = 2 * PACKET  # bytes
 QUEUE = "400ms"  # what waits longer is dropped; TCP itself keeps less than this in the queue
+TCP = {
+    "tcp_congestion_control": "reno",  # nothing is lost, so it sends at the rate; others probe for it
+    "tcp_slow_start_after_idle": "0",  # a step's collectives come after pauses
+}
 _CLONE_NEWNET = 0x40000000
 
 
@@ -53,16 +61,20 @@ def join_link(rank: int, directory: Path) -> None:
         _ip("link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", peer)
     _await(lambda: f"{DEVICE}:" in Path("/proc/self/net/dev").read_text(), "the link")
     _ip("link", "set", "lo", "up")
+    _ip("link", "set", DEVICE, "mtu", str(PACKET))
     _ip("link", "set", DEVICE, "addrgenmode", "none")  # no IPv6 address: gloo takes the first address it finds
     _ip("address", "add", f"10.0.0.{rank + 1}/30", "dev", DEVICE)
     _ip("link", "set", DEVICE, "up")
+    for name, value in TCP.items():
+        Path("/proc/sys/net/ipv4", name).write_text(value)  # of this namespace
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
 
 
 def limit_rate(bytes_per_second: float) -> None:
     """Limit what this rank sends."""
-    rate = f"{round(8 * bytes_per_second)}bit"
-    _run("tc", "qdisc", "replace", "dev", DEVICE, "root", "tbf", "rate", rate, "burst", BURST, "latency", QUEUE)
+    rate, burst = f"{round(8 * bytes_per_second)}bit", max(round(BURST * bytes_per_second), LEAST_BURST)
+    _ip("link", "set", DEVICE, "gso_max_size", str(min(burst // 2, 65_536)))  # a larger packet would be dropped
+    _run("tc", "qdisc", "replace", "dev", DEVICE, "root", "tbf", "rate", rate, "burst", str(burst), "latency", QUEUE)
 
 
 def bytes_sent() -> int:

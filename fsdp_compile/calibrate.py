@@ -46,8 +46,8 @@ def calibrate(name: str, largest: int | None = None) -> HardwareProfile:
     Raises:
         ValueError: there is one rank only, or ranks sit unevenly on nodes.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    within, across = _networks(_sizes(largest or LARGEST[device], dist.get_world_size()), device)
+    device = _device()
+    within, across = networks(largest)
     copied = COPIED[device]
     measured = HardwareProfile(
         name,
@@ -84,9 +84,14 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
 # -- network ----------------------------------------------------------------------------------------------------------
 
 
-def _networks(sizes: Sequence[int], device: str) -> tuple[Network, Network]:
-    """Of a node and between nodes; where there is only one of them, both are what there is."""
+def networks(largest: int | None = None) -> tuple[Network, Network]:
+    """Measure the network alone: in a node and between nodes; where there is only one of them, both are what there is.
+
+    Collective, with the argument, the agreement of ranks and the errors of ``calibrate``.
+    """
+    device = _device()
     world, local = dist.get_world_size(), _ranks_in_node()
+    sizes = _sizes(largest or LARGEST[device], world)
     if world == 1:
         raise ValueError("collectives need at least 2 ranks")
     if world % local:
@@ -129,7 +134,11 @@ def _collective_lines(sizes: Sequence[int], device: str, group: dist.ProcessGrou
 
 
 def _collective_seconds(kind: str, size: int, device: str, group: dist.ProcessGroup) -> float:
-    """As graphs launch them, so that making the output counts too."""
+    """Of one of two, as graphs launch them: the next before one is waited for, and making the output counts too.
+
+    A transport that shakes hands within a collective takes longer for one that is alone on its link than for one that
+    others run beside: gloo half as long again, now and then.
+    """
     ranks, name = group.size(), group.group_name
     whole = torch.zeros(size // 4, device=device)
     part = torch.zeros(len(whole) // ranks, device=device)
@@ -138,7 +147,12 @@ def _collective_seconds(kind: str, size: int, device: str, group: dist.ProcessGr
         "reduce_scatter": lambda: c10d.reduce_scatter_tensor(whole, "sum", ranks, name),
         "all_reduce": lambda: c10d.all_reduce(whole, "sum", name),
     }
-    return _seconds(lambda: c10d.wait_tensor(launch[kind]()), device)
+
+    def run_two() -> None:
+        for result in [launch[kind](), launch[kind]()]:
+            c10d.wait_tensor(result)
+
+    return _seconds(run_two, device, CALLS // 2) / 2
 
 
 def _sizes(largest: int, world: int) -> list[int]:
@@ -147,6 +161,10 @@ def _sizes(largest: int, world: int) -> list[int]:
     while sizes[-1] // 4 >= 4096:
         sizes.append(sizes[-1] // 4)
     return sorted({-(-size // (4 * world)) * 4 * world for size in sizes})
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _ranks_in_node() -> int:

@@ -116,7 +116,7 @@ def _made_up() -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("LOCAL_WORLD_SIZE", raising=False)
         patch.setattr(calibrate, "_collective_seconds", seconds)
-        return calibrate._networks([4096, 1 << 20], "cpu")
+        return calibrate.networks(1 << 20)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
