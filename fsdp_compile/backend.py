@@ -35,7 +35,10 @@ _context = PassContext(reports=deque(maxlen=0))  # a process may compile for lon
 
 
 def configure(**choices: Any) -> None:
-    """Change the configuration of the passes for what is compiled from now on; see ``PassConfig`` for the choices."""
+    """Change the configuration of the passes for what is compiled from now on; see ``PassConfig`` for the choices.
+
+    What Dynamo has compiled already goes on serving, also equal modules; ``torch.compiler.reset()`` drops it.
+    """
     _context.config = replace(_context.config, **choices)
 
 
