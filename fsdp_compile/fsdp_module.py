@@ -48,6 +48,7 @@ class FSDPModule:
     """
 
     _fsdp_state: FSDPState
+    _compiled_call: Callable[..., Any] | None = None  # beside nn.Module's own, which is inside of the transitions
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the original class: code such as ``type(self)(...)`` in a container means a plain one."""
@@ -58,11 +59,25 @@ class FSDPModule:
 
     @_closed_after_errors
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._call_with_transitions if self._compiled_call is None else self._compiled_call
+        return call(*args, **kwargs)
+
+    def _call_with_transitions(self, *args: Any, **kwargs: Any) -> Any:
         # Not hooks: torch.compile would run the root's hooks outside of its graph.
         state = self._fsdp_state
         args, kwargs = state.pre_forward(self, args, kwargs)  # type: ignore[arg-type]
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         return state.post_forward(self, output)  # type: ignore[arg-type]
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module's call in place, as ``nn.Module.compile`` does, with the transitions around it.
+
+        A module that was compiled so before ``fully_shard`` has them outside of its graph, where they run eagerly.
+
+        Args:
+            *args, **kwargs: of ``torch.compile``.
+        """
+        self._compiled_call = torch.compile(self._call_with_transitions, *args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's parameters (not its FSDP submodules') and hand them to the module.

@@ -6,7 +6,7 @@ from models import batch, my_part, shard
 from torch import nn
 from traced import SmallBlock, SmallNet, Training, assert_equal, gradients, graphs, of_stage, reset
 
-from fsdp_compile import MixedPrecisionPolicy, fully_shard
+from fsdp_compile import MixedPrecisionPolicy, explain, fully_shard
 from fsdp_compile.passes.graph_view import gathers
 from fsdp_compile.torch_compat import dynamo_counts
 
@@ -74,6 +74,23 @@ def _many(count, how):
         assert_equal(eager.steps(0, 1), traced.steps(0, 1))
     assert dynamo_counts() == (1, 0, 0)
     assert len(of_stage(stages, "forward after")) == 1
+
+
+@how
+def test_transitions_are_in_the_graph(ranks2, how):
+    ranks2.run(_in_the_graph, how)
+
+
+def _in_the_graph(how):
+    model = build(SmallNet, 12, 2)
+    for index in range(2):
+        HOW[how](model.blocks, str(index))
+    with graphs() as stages:
+        Training(model).steps(0)
+    assert all(gathers(graph) for graph in of_stage(stages, "forward after"))
+    ran = {run.name: run.how for run in explain(model).modules}
+    assert [ran[f"blocks.{index}"] for index in range(2)] == ["in a graph"] * 2
+    assert ran[""] != "in a graph"
 
 
 class Pairs(nn.Module):
