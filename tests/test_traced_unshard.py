@@ -172,8 +172,8 @@ def _uses(cls):
     torch.manual_seed(0)
     assert_close_to_one_process(model, cls())
     assert dynamo_counts()[0] == 1
-    again = cls.calls and cls.reshards
-    assert [gathered(stages, "forward").count(name) for name in BLOCK] == [1 + again] * 2
+    # Also where it is resharded in between: nothing else is gathered there, so ``dedup`` has the first gather serve.
+    assert [gathered(stages, "forward").count(name) for name in BLOCK] == [1, 1]
 
 
 def test_uses_of_weights_as_eagerly(ranks2):
