@@ -3,7 +3,8 @@
     forward     gather i + 1 ─ wait i ─ layer i
     backward    gather i - 1 ─ wait i ─ layer i backward ─ wait for the reduction of i + 1 ─ reduce i
 
-One coalesced gather and one reduction for each layer, all by functional collectives, as SimpleFSDP's graphs have them.
+One gather of a flat tensor and one reduction for each layer, waited for like functional collectives, as in SimpleFSDP's
+graphs; the gather is the one that our graphs have on gloo.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from emulated_compute import Emulated, Layer, linear, linear_backward
 from torch import Tensor
+
+from fsdp_compile.passes import GATHER
 
 c10d = torch.ops._c10d_functional
 
@@ -42,8 +45,8 @@ class _Step(torch.autograd.Function):
         ctx.layers, ctx.saved = layers, []
         coming = _gather(layers[0])
         for at, layer in enumerate(layers):
-            arriving, coming = coming, _gather(layers[at + 1]) if at + 1 < len(layers) else []
-            first, second = map(c10d.wait_tensor, arriving)
+            arriving, coming = coming, _gather(layers[at + 1]) if at + 1 < len(layers) else None
+            first, second = _wait(arriving, layer)
             hidden = linear(x, first, layer.seconds)
             ctx.saved.append((x, hidden))
             x = x + linear(hidden, second, layer.seconds)
@@ -54,9 +57,9 @@ class _Step(torch.autograd.Function):
         layers, found = ctx.layers, []
         coming, reducing = _gather(layers[-1]), None
         for at in reversed(range(len(layers))):
-            arriving, coming = coming, _gather(layers[at - 1]) if at else []
+            arriving, coming = coming, _gather(layers[at - 1]) if at else None
             (x, hidden), seconds = ctx.saved.pop(), layers[at].seconds
-            first, second = map(c10d.wait_tensor, arriving)
+            first, second = _wait(arriving, layers[at])
             through, grad_second = linear_backward(grad, hidden, second, seconds)
             through, grad_first = linear_backward(through, x, first, seconds)
             grad = grad + through
@@ -67,16 +70,28 @@ class _Step(torch.autograd.Function):
         return grad, None, *(part for both in reversed(found) for part in both.chunk(2))
 
 
-def _gather(layer: Layer) -> Sequence[Tensor]:
-    shards = [layer.first.detach(), layer.second.detach()]
-    return c10d.all_gather_into_tensor_coalesced(shards, dist.get_world_size(), _group())
+def _gather(layer: Layer) -> Tensor:
+    """Launch the gather of this rank's shards, one behind the other."""
+    return GATHER(torch.cat([layer.first.detach().view(-1), layer.second.detach().view(-1)]), _world(), _group())
+
+
+def _wait(arriving: Tensor | None, layer: Layer) -> list[Tensor]:
+    """The two matrices that a gather brings."""
+    by_rank = c10d.wait_tensor(arriving).view(_world(), -1)
+    shards = [layer.first, layer.second]
+    parts = by_rank.split([shard.numel() for shard in shards], dim=1)
+    return [part.reshape(-1, shard.size(1)) for part, shard in zip(parts, shards, strict=True)]
 
 
 def _reduce(grads: Sequence[Tensor]) -> Tensor:
     """Launch the mean over ranks of this rank's shards, one behind the other."""
-    world = dist.get_world_size()
+    world = _world()
     by_rank = torch.cat([part for parts in zip(*(grad.chunk(world) for grad in grads), strict=True) for part in parts])
     return c10d.reduce_scatter_tensor(by_rank, "avg", world, _group())
+
+
+def _world() -> int:
+    return dist.get_world_size()
 
 
 def _group() -> str:

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 
 from . import passes, torch_compat
@@ -121,7 +122,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
 
 def _cache_key() -> bytes:
     """What a compiled graph depends on beside its own text, as keys of compile caches need it."""
-    return _context.config.digest() + passes.tag_digest(torch_compat.nodes_of_trace())
+    transports = str(dist.get_backend_config()) if dist.is_initialized() else ""
+    return _context.config.digest() + passes.tag_digest(torch_compat.nodes_of_trace()) + transports.encode()
 
 
 _joint_pass = JointPass()

@@ -18,6 +18,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from .passes import GATHER
 from .passes.alpha_beta import Line, Link, line_across, line_within
 from .passes.hardware import HardwareProfile, Network
 from .passes.torch_compat import c10d
@@ -143,7 +144,7 @@ def _collective_seconds(kind: str, size: int, device: str, group: dist.ProcessGr
     whole = torch.zeros(size // 4, device=device)
     part = torch.zeros(len(whole) // ranks, device=device)
     launch: dict[str, Callable[[], torch.Tensor]] = {
-        "all_gather": lambda: c10d.all_gather_into_tensor(part, ranks, name),
+        "all_gather": lambda: GATHER(part, ranks, name),
         "reduce_scatter": lambda: c10d.reduce_scatter_tensor(whole, "sum", ranks, name),
         "all_reduce": lambda: c10d.all_reduce(whole, "sum", name),
     }

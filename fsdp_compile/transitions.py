@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from . import passes, torch_compat
 from .communication import WIRE_DTYPES
 from .recipes import Recipe
 from .set_aside import add_set_aside
@@ -33,10 +34,11 @@ def all_gather(recipe: Recipe, data: torch.Tensor) -> torch.Tensor:
 
 def gather(source: torch.Tensor, world: int, group: str) -> torch.Tensor:
     """All shards one after the other; sent as bytes if the transport might not know the dtype."""
-    if source.dtype in WIRE_DTYPES:
-        return c10d.wait_tensor(c10d.all_gather_into_tensor(source.contiguous(), world, group))
-    sent = source.contiguous().view(torch.uint8)
-    return c10d.wait_tensor(c10d.all_gather_into_tensor(sent, world, group)).view(source.dtype)
+    source = source.contiguous()
+    sent = source if source.dtype in WIRE_DTYPES else source.view(torch.uint8)
+    # In a graph it is the operator that everyone knows, which the passes replace where gloo cannot have it.
+    launch = passes.GATHER if torch_compat.runs_eagerly(sent) else c10d.all_gather_into_tensor
+    return c10d.wait_tensor(launch(sent, world, group)).view(source.dtype)
 
 
 def reduce(

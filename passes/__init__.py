@@ -20,7 +20,8 @@ On the forward graph, the backward graph, and a graph that has no backward:
 5. ``schedule``: gathers launched early, reductions waited for late; on forward and backward together, as they share the
    memory.
 6. ``dedup``: one gather for runs of a module that follow each other, instead of one for each run.
-7. ``fuse_copies``: one kernel for the casts, divisions and copies on each side of a collective, by ``packing``.
+7. ``fuse_copies``: one kernel for the casts, divisions and copies on each side of a collective, by ``operators``.
+8. ``flat_gathers``: on gloo, which may not have several of the usual kind under way, gathers into flat tensors.
 
 Buckets and schedule go by what ``plan`` decides: where that is the cost model's, it tries both on copies first.
 
@@ -53,12 +54,13 @@ from .context import Effect, Observer, PassConfig, PassContext, Report, Traffic,
 from .cost_model import CostModel, Placement, world_symbol
 from .costs import KindsApart
 from .dedup import dedup
+from .flat_gathers import flat_gathers
 from .fuse_copies import fuse_copies
 from .graph_view import REDUCE, RESHARD, UNSHARD, gathers_repeat, has_backward, tag_digest
 from .hardware import HardwareProfile, Network, profile
 from .keep_slices import keep_slices
 from .memory import MemoryProfile
-from .packing import teach_inductor
+from .operators import GATHER, teach_inductor
 from .plan import decide, merge, order
 from .regather import regather
 from .result import Result, evaluate
@@ -69,6 +71,7 @@ from .stages import run_stage
 from .torch_compat import RESIZE, copy_graph, copy_node, is_alias
 
 __all__ = [
+    "GATHER",
     "REDUCE",
     "RESHARD",
     "RESIZE",
@@ -95,6 +98,7 @@ __all__ = [
     "copy_node",
     "dedup",
     "evaluate",
+    "flat_gathers",
     "fuse_copies",
     "gathers_repeat",
     "has_backward",
@@ -150,6 +154,7 @@ def _plan(parts: Mapping[str, Graph], context: PassContext) -> None:
     run_stage(6, parts, context, lambda: [dedup(graph, PassContext(config)) for graph in graphs])
     run_stage(7, parts, context, lambda: [fuse_copies(graph, context) for graph in graphs])
     _show("after", parts, context)
+    run_stage(8, parts, context, lambda: [flat_gathers(graph, context) for graph in graphs])
 
 
 def _show(when: str, parts: Mapping[str, Graph], context: PassContext) -> None:

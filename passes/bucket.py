@@ -28,11 +28,10 @@ from torch.fx.node import map_arg
 from .bucket_choice import choose
 from .bucket_load import Free
 from .context import PassContext, Report, Traffic
-from .graph_view import COPIES, UNSHARD, WAIT, Collective, Tag, kind_of, phase_of, set_tag
-from .torch_compat import c10d, emit, is_alias
+from .graph_view import COPIES, GATHER_MANY, UNSHARD, WAIT, Collective, Tag, kind_of, phase_of, set_tag
+from .torch_compat import emit, is_alias
 
 aten = torch.ops.aten
-GATHER_MANY = c10d.all_gather_into_tensor_coalesced.default
 
 
 def bucket(graph: Graph, context: PassContext, free: Free | None = None) -> Report:
@@ -189,7 +188,7 @@ def _merge_all_reduces(graph: Graph, members: list[Collective]) -> None:
     last = members[-1].start
     _move_users_behind(members, last)
     members = _in_group_order(members)
-    packed = _already_packed([member.inputs[0] for member in members])
+    packed = already_packed([member.inputs[0] for member in members])
     made: list[Node] = []
     if packed is None:
         with graph.inserting_before(last):
@@ -198,8 +197,8 @@ def _merge_all_reduces(graph: Graph, members: list[Collective]) -> None:
     _launch_packed(graph, members, last, packed, made)
 
 
-def _already_packed(inputs: list[Node]) -> Node | None:
-    """What ``inputs`` are all the parts of, in order, if a reduction of the same bucket has brought it so."""
+def already_packed(inputs: list[Node]) -> Node | None:
+    """What ``inputs`` are all the parts of, in order: of what a reduction brought, or of what ``pack`` made."""
     parts = [_source(node) if node.target is aten.reshape.default else node for node in inputs]
     split = _source(parts[0])
     if split is None or split.target is not aten.split_with_sizes.default or len(split.meta["val"]) != len(parts):

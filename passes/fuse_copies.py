@@ -30,7 +30,7 @@ from torch.fx import Graph, Node
 
 from .context import PassContext, Report, Traffic
 from .graph_view import COPIES, Collective, all_reduces, gathers, reductions, set_tag, tag_of
-from .packing import PACK
+from .operators import PACK
 from .torch_compat import emit, update_result
 
 aten = torch.ops.aten

@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 
 from .data_flow import DataFlow, tensors_of
 from .graph_view import WAIT, phase_of
-from .packing import PACK
+from .operators import PACK
 from .torch_compat import RESIZE, is_mutating
 
 aten, prims = torch.ops.aten, torch.ops.prims

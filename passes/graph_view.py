@@ -25,9 +25,12 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from .operators import GATHER
 from .torch_compat import RESIZE, c10d, hint, is_alias, is_functional_collective
 
-GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default)
+GATHER_ONE = c10d.all_gather_into_tensor.default
+GATHER_MANY = c10d.all_gather_into_tensor_coalesced.default
+GATHERS = (GATHER_ONE, GATHER_MANY, GATHER)
 REDUCTIONS = (c10d.reduce_scatter_tensor.default,)
 ALL_REDUCES = (c10d.all_reduce.default,)  # of gradients that are reduced over the shard ranks already
 WAIT = c10d.wait_tensor.default
@@ -124,7 +127,7 @@ class Collective:
     def waits(self) -> list[Node]:
         """The wait of each output, in order of the outputs."""
         outputs = [self.start]
-        if self.start.target is c10d.all_gather_into_tensor_coalesced.default:
+        if self.start.target is GATHER_MANY:
             outputs = sorted(self.start.users, key=lambda item: item.args[1])  # type: ignore[arg-type, return-value]
         return [user for output in outputs for user in output.users if user.target is WAIT]
 
@@ -216,8 +219,8 @@ def _collectives(graph: Graph, targets: tuple[Any, ...]) -> Iterator[Collective]
 
 
 def is_launch(node: Node) -> bool:
-    """Whether the node launches a functional collective."""
-    return is_functional_collective(node) and node.target is not WAIT
+    """Whether the node launches a collective."""
+    return (is_functional_collective(node) and node.target is not WAIT) or node.target is GATHER
 
 
 def waits_of(start: Node) -> list[Node]:

@@ -98,6 +98,19 @@ def is_functional_collective(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
 
 
+def goes_by_gloo(group: str, device: torch.device) -> bool:
+    """Whether gloo carries tensors on ``device`` for the process group of that name; of one that no longer is, no."""
+    from torch.distributed.distributed_c10d import _resolve_process_group, get_backend_config
+
+    if not torch.distributed.is_initialized():
+        return False
+    try:
+        config = get_backend_config(_resolve_process_group(group))  # type: ignore[arg-type]
+    except (RuntimeError, ValueError):
+        return False
+    return f"{device.type}:gloo" in str(config).split(",")
+
+
 def hint(size: int | torch.SymInt) -> int:
     """The size as traced; unlike ``int``, adds no guard to a dynamic one."""
     return optimization_hint(size)
@@ -198,6 +211,13 @@ def inductor_lowerings() -> tuple[Mapping[Any, Callable[..., Any]], Callable[...
     from torch._inductor import lowering
 
     return lowering.lowerings, lowering.register_lowering
+
+
+def launch_by_inductor(launch: Any, source: Any, *how: Any) -> Any:
+    """Have Inductor emit ``launch`` like a functional collective: it keeps the order, and ``source`` until the wait."""
+    from torch._inductor import ir
+
+    return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(launch, source, *how))  # type: ignore[arg-type]
 
 
 def name_of_compile() -> str:

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from .data_flow import DataFlow, Size, data_flow, shape_of, tensors_of
 from .fusion import is_free, kernels, moves_between_devices
 from .graph_view import GATHERS, UNSHARD, gathers, made_by, reductions
+from .operators import GATHER
 from .torch_compat import as_expression, c10d, is_mutating
 
 aten = torch.ops.aten
@@ -32,6 +33,7 @@ KINDS: dict[Any, str] = {
     c10d.all_gather_into_tensor: "all_gather",
     c10d.all_gather_into_tensor_out: "all_gather",
     c10d.all_gather_into_tensor_coalesced: "all_gather",
+    GATHER.overloadpacket: "all_gather",
     c10d.reduce_scatter_tensor: "reduce_scatter",
     c10d.reduce_scatter_tensor_out: "reduce_scatter",
     c10d.reduce_scatter_tensor_coalesced: "reduce_scatter",

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 
+from fsdp_compile.passes import GATHER
 from fsdp_compile.passes.graph_view import WAIT
 from fsdp_compile.passes.torch_compat import RESIZE, c10d
 
@@ -104,6 +105,7 @@ def _reduced(sent: list[torch.Tensor], kind: str) -> torch.Tensor:
 
 COLLECTIVES: dict[Any, Callable[..., Ranks]] = {
     c10d.all_gather_into_tensor.default: _all_gather,
+    GATHER: _all_gather,
     c10d.all_gather_into_tensor_coalesced.default: _all_gather_coalesced,
     c10d.reduce_scatter_tensor.default: _reduce_scatter,
     c10d.all_reduce.default: _all_reduce,

@@ -17,7 +17,7 @@ from fsdp_compile import MixedPrecisionPolicy, passes
 from fsdp_compile.models import SIZES, Llama, shard_llama
 from fsdp_compile.passes import MemoryProfile, PassContext, Report, Traffic, bucket, fuse_copies, teach_inductor
 from fsdp_compile.passes.graph_view import UNSHARD, Tag, gathers, reductions, set_tag
-from fsdp_compile.passes.packing import PACK
+from fsdp_compile.passes.operators import PACK
 from fsdp_compile.passes.torch_compat import c10d, emit
 
 CAST = torch.ops.prims.convert_element_type.default
