@@ -37,8 +37,9 @@ aten = torch.ops.aten
 def bucket(graph: Graph, context: PassContext, free: Free | None = None) -> Report:
     """Merge collectives as the configuration says: for each group and each time its module runs, or across groups.
 
-    Only collectives on one process group and of one dtype are merged, and reductions only if of one kind; some
-    transports (gloo) mix up a coalesced gather of several dtypes without an error. A bucket of gathers takes the place
+    Only collectives on one process group are merged, and reductions only if of one kind and dtype. A bucket of gathers
+    of several dtypes needs a transport that moves each tensor for itself, as NCCL does in one launch; gloo, which mixes
+    them up without an error, gets them apart from ``flat_gathers``. A bucket of gathers takes the place
     of its first member, a bucket of reductions that of its last. Members of which one is computed from another stay
     apart, and so do gathers of what compute must run for first.
 

@@ -16,7 +16,7 @@ from .torch_compat import real_tensors
 
 
 def choose(graph: Graph, config: PassConfig, free: Free | None = None) -> Iterator[list[Collective]]:
-    """Lists of collectives of one kind, process group and dtype, in graph order; arguments as of ``bucket``.
+    """Lists of collectives that are ``alike``, in graph order; arguments as of ``bucket``.
 
     The caller merges each list before it asks for the next: all-reduces go as their reductions went.
     """

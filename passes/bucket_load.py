@@ -38,8 +38,7 @@ Free = Mapping[Node, float]  # bytes that may be filled while each node runs, in
 def sequences(graph: Graph) -> list[list[Collective]]:
     """The gathers in order of first use and the reductions in graph order, each split into those that go alike.
 
-    Alike are gathers, or reductions of one kind, on one process group and of one dtype. A sequence with a
-    bucket in it is decided already, and left out.
+    A sequence with a bucket in it is decided already, and left out.
     """
     used = sorted(gathers(graph), key=lambda gather: (first_use(gather), gather.start))
     found: dict[tuple[object, ...], list[Collective]] = {}
@@ -49,8 +48,12 @@ def sequences(graph: Graph) -> list[list[Collective]]:
 
 
 def alike(collective: Collective) -> tuple[object, ...]:
-    """Collectives for which this is equal may be merged."""
-    return kind_of(collective.start), *collective.how, *dict.fromkeys(collective.dtypes)
+    """Collectives for which this is equal may be merged.
+
+    Those are gathers, or reductions of one kind and of one dtype, as one tensor of them is made; on one process group.
+    """
+    kind = kind_of(collective.start)
+    return kind, *collective.how, *(() if kind == "all_gather" else dict.fromkeys(collective.dtypes))
 
 
 def is_bucket(collective: Collective) -> bool:

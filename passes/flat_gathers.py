@@ -14,14 +14,14 @@ It comes last and moves nothing: what is waited for first has all of a bucket co
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 
 from .bucket import already_packed
 from .context import PassContext, Report, Traffic
-from .graph_view import GATHER_MANY, GATHER_ONE, WAIT, process_group_of, set_tag, tag_of, waits_of
+from .graph_view import GATHER_MANY, GATHER_ONE, WAIT, Tag, process_group_of, set_tag, tag_of, waits_of
 from .operators import GATHER, PACK, UNPACK
 from .torch_compat import emit, goes_by_gloo
 
@@ -31,7 +31,7 @@ def flat_gathers(graph: Graph, context: PassContext) -> Report:
 
     Args:
         graph: forward or backward graph, or a graph without backward, after all other passes. Gathers are changed
-            whether tagged or not, but for those of dynamic sizes or of several dtypes, which none of parameters are.
+            whether tagged or not, but for those of dynamic sizes, which none of parameters are.
         context: shared by the passes; not read.
     """
     before = Traffic.of(graph)
@@ -51,18 +51,10 @@ def _results(start: Node) -> list[torch.Tensor]:
 def _can_be_flat(start: Node) -> bool:
     results = _results(start)
     static = all(isinstance(size, int) for result in results for size in result.shape)
-    alike = len({result.dtype for result in results}) == 1
-    return static and alike and goes_by_gloo(process_group_of(start), results[0].device)
+    return static and goes_by_gloo(process_group_of(start), results[0].device)
 
 
-def _launch(start: Node, source: Any) -> Node:
-    launch = emit(start.graph, GATHER, source, *start.args[1:])
-    _tag_like(start, launch)
-    return launch
-
-
-def _tag_like(start: Node, *nodes: Node) -> None:
-    tag = tag_of(start)
+def _set_tag(tag: Tag | None, *nodes: Node) -> None:
     if tag is not None:
         for node in nodes:
             set_tag(node, tag)
@@ -70,36 +62,51 @@ def _tag_like(start: Node, *nodes: Node) -> None:
 
 def _send_one(start: Node) -> None:
     with start.graph.inserting_before(start):
-        launch = _launch(start, start.args[0])
+        launch = emit(start.graph, GATHER, *start.args)
+    _set_tag(tag_of(start), launch)
     start.replace_all_uses_with(launch)
     start.graph.erase_node(start)
 
 
 def _send_many(start: Node) -> None:
-    graph, shapes, waits = start.graph, [list(result.shape) for result in _results(start)], waits_of(start)
+    """One gather for each dtype: gloo mixes up those that it moves together."""
+    results, waits = _results(start), waits_of(start)
+    first = min(waits)
+    new: dict[int, Node] = {}
+    for dtype in dict.fromkeys(result.dtype for result in results):
+        members = [index for index, result in enumerate(results) if result.dtype == dtype]
+        new.update(zip(members, _send_flat(start, members, first), strict=True))
+    for old in waits:
+        output: Any = old.args[0]
+        item = new[output.args[1]]
+        item.meta["custom"] = old.meta.get("custom", {})
+        old.replace_all_uses_with(item)
+        start.graph.erase_node(old)
+        start.graph.erase_node(output)
+    start.graph.erase_node(start)
+
+
+def _send_flat(start: Node, members: list[int], first_wait: Node) -> list[Node]:
+    """Gather those of what ``start`` gathers; what each brings."""
+    graph, shapes = start.graph, [list(_results(start)[index].shape) for index in members]
+    tag = tag_of(start)
+    tag = tag and tag.only(members)
     with graph.inserting_before(start):
-        launch = _launch(start, _packed(start))
-    with graph.inserting_before(min(waits)):
+        packed = _packed([cast(list[Node], start.args[0])[index] for index in members], tag)
+        launch = emit(graph, GATHER, packed, *start.args[1:])
+    with graph.inserting_before(first_wait):
         wait = emit(graph, WAIT, launch, result=launch.meta["val"])
         sizes = [size for shape in shapes for size in shape]
         parts = emit(graph, UNPACK, wait, start.args[1], sizes, [len(shape) for shape in shapes])
-        items = [emit(graph, operator.getitem, parts, index) for index in range(len(shapes))]
-    _tag_like(start, wait, parts)
-    for old in waits:
-        output: Any = old.args[0]
-        item = items[output.args[1]]
-        item.meta["custom"] = old.meta.get("custom", {})
-        old.replace_all_uses_with(item)
-        graph.erase_node(old)
-        graph.erase_node(output)
-    graph.erase_node(start)
+        items = [emit(graph, operator.getitem, parts, index) for index in range(len(members))]
+    _set_tag(tag, launch, wait, parts)
+    return items
 
 
-def _packed(start: Node) -> Node:
+def _packed(inputs: list[Node], tag: Tag | None) -> Node:
     """The inputs in one tensor; there may be one already, as ``fuse_copies`` has made it."""
-    inputs: Any = start.args[0]
     packed = already_packed(inputs)
     if packed is None:
-        packed = emit(start.graph, PACK, inputs, 1, _results(start)[0].dtype, 1.0)
-        _tag_like(start, packed)
+        packed = emit(inputs[0].graph, PACK, inputs, 1, inputs[0].meta["val"].dtype, 1.0)
+        _set_tag(tag, packed)
     return packed

@@ -9,13 +9,13 @@
     result      WAIT ─┬─ part ─ cast ─ output         WAIT ─ cast ─┬─ part ─ output
                       └─ part ─ cast ─ output   ->                 └─ part ─ output
 
-Bits stay: each element goes through the same operations. Which copies remain is decided by cost. A coalesced gather
-takes as long as one of a packed tensor (``alpha_beta``), so what needs no cast is sent from where it is and brought to
-where it stays, without a copy on either side (*zero-copy*). A cast is a copy, so where there are several, one kernel
-does all; what it makes is sent from where it lies in one tensor, and still brought without a copy. The gradients of a
-reduction are packed anyhow, as only so sums are rounded like in eager: one kernel casts, divides and packs; but a cast
-to a smaller dtype stays where it is, as gradients wait for each other. What a reduction brings is cast as a whole, and
-each gradient is a view of that.
+Bits stay: each element goes through the same operations. What is left is the cheapest on any machine: a coalesced
+gather takes as long as one of a packed tensor (``alpha_beta``), so what needs no cast is sent from where it is and
+brought to where it stays, without a copy on either side (*zero-copy*). A cast is a copy, so where there are several to
+one dtype, one kernel does all and is launched once; what it makes is sent from where it lies in one tensor, and still
+brought without a copy. The gradients of a reduction are packed anyhow, as only so sums are rounded like in eager: one
+kernel casts, divides and packs; but a cast to a smaller dtype stays where it is, as gradients wait for each other. What
+a reduction brings is cast as a whole, and each gradient is a view of that.
 """
 
 from __future__ import annotations
@@ -84,11 +84,19 @@ def _size(node: Node) -> int:
 # -- gathers ----------------------------------------------------------------------------------------------------------
 
 
-def _pack_shards(gather: Collective) -> bool:
-    """Whether the gather sent several casts, which it now sends as parts of one tensor."""
-    casts = [node for node in gather.inputs if _is_cast(node) and len(node.users) == 1]
-    if len(casts) < 2 or len({node.meta["val"].dtype for node in casts}) > 1:
-        return False
+def _pack_shards(gather: Collective) -> int:
+    """Have the gather send several casts to one dtype as parts of one tensor; of how many dtypes."""
+    casts: dict[torch.dtype, list[Node]] = {}
+    for node in gather.inputs:
+        if _is_cast(node) and len(node.users) == 1:
+            casts.setdefault(node.meta["val"].dtype, []).append(node)
+    several = [nodes for nodes in casts.values() if len(nodes) > 1]
+    for nodes in several:
+        _pack_casts(gather, nodes)
+    return len(several)
+
+
+def _pack_casts(gather: Collective, casts: list[Node]) -> None:
     graph, sizes = gather.start.graph, [list(node.meta["val"].shape) for node in casts]
     with graph.inserting_before(gather.start):
         sources = [node.args[0] for node in casts]
@@ -105,7 +113,6 @@ def _pack_shards(gather: Collective) -> bool:
             set_tag(node, tag)
         cast.replace_all_uses_with(made[-1])
         graph.erase_node(cast)
-    return True
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,6 +83,12 @@ class Tag:
     def parameters(self) -> list[tuple[int, str]]:
         """Group and name of each parameter."""
         return list(zip(self.groups or (self.group,) * len(self.params), self.params, strict=True))
+
+    def only(self, members: Sequence[int]) -> Tag:
+        """That of some of the parameters, by their positions."""
+        params, index = tuple(self.params[each] for each in members), tuple(self.index[each] for each in members)
+        groups = tuple(self.groups[each] for each in members) if self.groups else ()
+        return replace(self, params=params, index=index, groups=groups)
 
     def as_meta(self) -> dict[str, Any]:
         """The form that is kept in ``node.meta``."""

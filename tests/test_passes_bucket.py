@@ -87,6 +87,11 @@ def test_merges_gathers_at_the_first() -> None:
     assert bucketed(graph) == [("p0", "p1")]
 
 
+def test_merges_gathers_of_several_dtypes() -> None:
+    graph = trace(lambda a, b: (gather(a), gather(b.double())), A, B)
+    assert bucketed(graph) == [("p0", "p1")]
+
+
 def test_merges_reductions_at_the_last() -> None:
     """What is computed from the first one's result moves down behind it."""
     graph = trace(lambda a, b: (reduce(a) / 3, reduce(b.cos()).double()), A, B)
@@ -116,7 +121,7 @@ def test_groups_stay_apart() -> None:
 
 
 APART = {
-    "gathers": ["two groups", "two dtypes"],
+    "gathers": ["two groups"],
     "reductions": ["two groups", "two kinds", "two dtypes"],
     "all-reduces": ["two groups", "two kinds", "two dtypes"],
 }
@@ -126,7 +131,6 @@ APART = {
     "function",
     [
         lambda a, b: (gather(a), gather(b, "other")),
-        lambda a, b: (gather(a), gather(b.double())),
         lambda a, b: (reduce(a), reduce(b, group="other")),
         lambda a, b: (reduce(a), reduce(b, kind="sum")),
         lambda a, b: (reduce(a), reduce(b.double())),

@@ -94,6 +94,14 @@ def test_casts_of_shards_are_one() -> None:
     assert [each.tag.params for each in gather.params] == [("a",), ("b",), ("c",)]
 
 
+def test_casts_to_several_dtypes_are_one_each() -> None:
+    make = GraphMaker()
+    dtypes = {"a": BF16, "b": torch.float64, "c": BF16, "d": torch.float64, "e": torch.float16}
+    wholes = [make.gather(cast(make, make.input(), param, dtype), param) for param, dtype in dtypes.items()]
+    graph = fused(make, *map(make.double, wholes))
+    assert (count(graph, PACK), count(graph, CAST), len(list(gathers(graph)))) == (2, 1, 1)
+
+
 @pytest.mark.parametrize("casts", ["", "a"])
 def test_what_needs_no_cast_is_not_copied(casts: str) -> None:
     """A single cast is a single copy."""
