@@ -60,7 +60,7 @@ def _automatic(graph: Graph, config: PassConfig, free: Free | None) -> Chosen:
     together = sequences(graph)
     if not together:
         return
-    costs = cost_model((member for members in together for member in members), config.hardware)
+    costs = cost_model([graph], config.hardware)
     part = {node: size / len(together) for node, size in free.items()} if free is not None else None
     with real_tensors():
         times, end = clock(graph, costs)

@@ -89,7 +89,7 @@ def frees_to_drop(graph: Graph, config: PassConfig, frees: Collection[Node]) -> 
         groups.setdefault(freed.gather.tag.group, []).append(freed)
     if not groups:
         return set()
-    costs = cost_model([*gathers(graph), *reductions(graph)], config.hardware)
+    costs = cost_model([graph], config.hardware)
     outermost_first = sorted(groups.values(), key=lambda group: min(each.at for each in group))
     seconds = [_gather_seconds(group, costs) for group in outermost_first]
     spare = sum(seconds) + _reduction_seconds(graph, costs) - _backward_compute(graph, costs)

@@ -5,34 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch.fx import Graph, Node
 
 from .cost_model import CostModel
-from .graph_view import Collective
+from .graph_view import is_launch, kind_of, process_group_of
 from .hardware import profile
+from .torch_compat import ranks_of
 
 BY_DEVICE = ("b200", "h200", "h100", "a100")  # shipped profiles, by what the names of devices contain
 OTHER_DEVICE = "h100"
 
 
-def cost_model(collectives: Iterable[Collective], hardware: str | None, others: Iterable[str] = ()) -> CostModel:
-    """Costs on a machine, for the process groups of gathers and reduce-scatters, with as many ranks in a node as fit.
+def cost_model(graphs: Iterable[Graph], hardware: str | None) -> CostModel:
+    """Costs on a machine, for all process groups that the graphs call, with as many ranks in a node as fit.
 
     Args:
-        collectives: of the graphs; an all-reduce does not say how many ranks take part, and is left out.
         hardware: name of a shipped profile or path of a file; ``None``: the profile for the data's device.
-        others: process groups that need a cost too; taken for two ranks where ``collectives`` do not say how many.
 
     Raises:
         ValueError: there is no such profile, or its file is wrong.
     """
-    groups = dict.fromkeys(others, 2)
-    device = torch.device("cpu")
-    for collective in collectives:
-        *_, ranks, group = (None, None, *collective.how)
-        if isinstance(ranks, int):
-            groups[str(group)] = ranks
-        device = collective.inputs[0].meta["val"].device
-    return CostModel(profile(hardware or profile_for(device.type)), groups)
+    launches = [node for graph in graphs for node in graph.nodes if is_launch(node)]
+    groups = {process_group_of(node): _ranks(node) for node in sorted(launches, key=_says_how_many)}
+    devices = [node.all_input_nodes[0].meta["val"].device.type for node in launches]
+    return CostModel(profile(hardware or profile_for(devices[-1] if devices else "cpu")), groups)
+
+
+def _says_how_many(launch: Node) -> bool:
+    return kind_of(launch) in ("all_gather", "reduce_scatter")
+
+
+def _ranks(launch: Node) -> int:
+    """How many take part: as the launch says, or else the process group; two, if that is no more."""
+    return int(launch.args[-2]) if _says_how_many(launch) else ranks_of(process_group_of(launch)) or 2  # type: ignore[arg-type]
 
 
 def profile_for(device_type: str) -> str:

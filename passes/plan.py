@@ -15,7 +15,6 @@ from torch.fx import Graph
 from .bucket import bucket
 from .bucket_load import Free
 from .context import PassConfig, PassContext, Report
-from .graph_view import gathers, is_launch, process_group_of, reductions
 from .machine import cost_model
 from .memory import live_bytes
 from .schedule import eager_peak, schedule
@@ -71,8 +70,6 @@ def _free(graphs: Sequence[Graph], config: PassConfig) -> list[Free | None]:
 
 def _cost(graphs: Sequence[Graph], config: PassConfig) -> tuple[bool, float]:
     """How long they take in the simulation; what takes more memory than its budget comes last."""
-    launches = [node for graph in graphs for node in graph.nodes if is_launch(node)]
-    collectives = [each for graph in graphs for kind in (gathers, reductions) for each in kind(graph)]
-    costs = cost_model(collectives, config.hardware, map(process_group_of, launches))
+    costs = cost_model(graphs, config.hardware)
     assert config.memory_budget is not None
     return max(live_bytes(graphs)) > config.memory_budget, simulate(graphs, costs).seconds

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.fx import Graph
 
 from .context import Effect, PassConfig, PassContext, Report
-from .graph_view import all_reduces, gathers, reductions
 from .machine import cost_model
 from .memory import MemoryProfile
 from .simulate import simulate
@@ -41,9 +40,8 @@ def effect_of(parts: Parts, config: PassConfig) -> Effect | None:
     if not config.measure:
         return None
     graphs = [*parts.values()]
-    collectives = [each for graph in graphs for kind in (gathers, reductions, all_reduces) for each in kind(graph)]
     with real_tensors():
-        timeline = simulate(graphs, cost_model(collectives, config.hardware))
+        timeline = simulate(graphs, cost_model(graphs, config.hardware))
         return Effect(timeline.exposed_seconds, MemoryProfile.of(graphs).peak)
 
 

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import optimization_hint
 from torch.utils.checkpoint import CheckpointPolicy  # the partitioner reads it from a node's meta
@@ -99,16 +100,24 @@ def is_functional_collective(node: Node) -> bool:
 
 
 def goes_by_gloo(group: str, device: torch.device) -> bool:
-    """Whether gloo carries tensors on ``device`` for the process group of that name; of one that no longer is, no."""
-    from torch.distributed.distributed_c10d import _resolve_process_group, get_backend_config
+    """Whether gloo carries tensors on ``device`` for the process group of that name; for one that is no more, no."""
+    found = _process_group(group)
+    return found is not None and f"{device.type}:gloo" in str(dist.get_backend_config(found)).split(",")
 
-    if not torch.distributed.is_initialized():
-        return False
+
+def ranks_of(group: str) -> int | None:
+    """The number of ranks of the process group of that name; ``None`` if it is no more."""
+    found = _process_group(group)
+    return None if found is None else found.size()
+
+
+def _process_group(name: str) -> dist.ProcessGroup | None:
+    from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # graphs have names only
+
     try:
-        config = get_backend_config(_resolve_process_group(group))  # type: ignore[arg-type]
+        return _resolve_process_group(GroupName(name)) if dist.is_initialized() else None
     except (RuntimeError, ValueError):
-        return False
-    return f"{device.type}:gloo" in str(config).split(",")
+        return None
 
 
 def hint(size: int | torch.SymInt) -> int:

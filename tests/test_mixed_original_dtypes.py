@@ -23,16 +23,16 @@ class Mixed(Net):
         self.inp.register_forward_hook(lambda module, args, output: output.float())
 
 
-def train_mixed(backend: str | None) -> None:
+def train_mixed(backend: str | None, device: str = "cpu") -> None:
     torch.manual_seed(0)
-    model = shard(Mixed(), fully_shard)
+    model = shard(Mixed().to(device), fully_shard)
     torch.manual_seed(0)
-    single = Mixed()
+    single = Mixed().to(device)
     forward = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, single)]
     for step in range(3):
-        forward(my_part(batch(step))).square().mean().backward()
-        single(batch(step)).square().mean().backward()
+        forward(my_part(batch(step)).to(device)).square().mean().backward()
+        single(batch(step).to(device)).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -45,3 +45,10 @@ def train_mixed(backend: str | None) -> None:
 @pytest.mark.parametrize("backend", [None, "fsdp_eager"])
 def test_trains_as_one_process(ranks2, backend: str | None) -> None:
     ranks2.run(train_mixed, backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [None, "fsdp_eager"])
+def test_trains_as_one_process_on_gpus(gpu_ranks2, backend: str | None) -> None:
+    """One coalesced gather moves tensors of both dtypes."""
+    gpu_ranks2.run(train_mixed, backend, "cuda")

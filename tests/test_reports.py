@@ -11,18 +11,18 @@ import pytest
 import torch
 import torch.nn as nn
 from fake_world import fake_world, graphs_of, run_step
+from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import Graph
 
 from fsdp_compile import MixedPrecisionPolicy, backend, fully_shard
 from fsdp_compile.passes import Effect, PassConfig, Report, evaluate, print_skeleton, stages
-from fsdp_compile.passes.graph_view import gathers, reductions
 from fsdp_compile.passes.machine import cost_model
 
 WIDTH = 8
 STAGES = [
     *("joint_1_regather", "forward_backward_2_keep_slices", "forward_backward_3_accumulate"),
     *("forward_backward_4_bucket", "forward_backward_5_schedule", "forward_backward_6_dedup"),
-    "forward_backward_7_fuse_copies",
+    *("forward_backward_7_fuse_copies", "forward_backward_8_flat_gathers"),
 ]
 
 
@@ -71,12 +71,25 @@ def test_measured_steps() -> None:
     steps = {report.name: (report.step_before, report.step_after) for report in found if report.name != "regather"}
     assert all(left == begins for (_, left), (begins, _) in pairwise(steps.values()))
     graphs = [dict(seen)["forward after"], dict(seen)["backward after"]]
-    collectives = [each for graph in graphs for kind in (gathers, reductions) for each in kind(graph)]
-    result = evaluate(graphs, cost_model(collectives, None))
+    result = evaluate(graphs, cost_model(graphs, None))
     assert steps["fuse_copies"][1] == Effect(result.timeline.exposed_seconds, result.memory.peak)
     assert f"-> {result.timeline.exposed_seconds * 1e3:.3f} ms, peak" in str(found[-1])
     before, after = steps["bucket"]
     assert before is not None and after is not None and after.exposed < before.exposed
+
+
+def test_replicas_are_measured_too() -> None:
+    """The operator of an all-reduce does not say how many ranks take part; the process group does."""
+    seen: list[Graph] = []
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("replica", "shard"))
+        backend.configure(measure=True)
+        with backend.observed(lambda stage, graph: seen.append(graph)) as found:
+            sharded = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh)
+            run_step(torch.compile(sharded, backend="fsdp_eager", fullgraph=True), torch.ones(3, WIDTH))
+        assert found[-1].step_after is not None and found[-1].after.all_reduces == 1
+        costs = cost_model([seen[-1]], None)
+    assert sorted(place.size for place in costs.groups.values()) == [2, 4]
 
 
 def test_dumped_stages(tmp_path: Path) -> None:
