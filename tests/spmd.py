@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn as nn
 from models import Net
@@ -13,14 +14,18 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 Sizes, Dims = dict[str, int], dict[str, Any]  # of a mesh; arguments of ``DataParallelMeshDims``
 
-ON_FOUR_RANKS: list[tuple[Sizes, Dims]] = [
+ON_FOUR_RANKS: list[Any] = [
     ({"dp": 4}, {"shard": "dp"}),
     ({"dp": 2, "tp": 2}, {"shard": "dp"}),
     ({"tp": 2, "dp": 2}, {"replicate": "dp"}),  # torch compares meshes by identity, DTensor caches them by value
     ({"replica": 4}, {"replicate": "replica"}),
     ({"replica": 2, "dp": 2}, {"shard": "dp", "replicate": "replica"}),
     ({"dp": 2, "cp": 2}, {"shard": ("dp", "cp")}),
-    ({"replica": 1, "dp": 2, "cp": 1, "tp": 2}, {"shard": ("dp", "cp"), "replicate": "replica"}),
+    pytest.param(
+        *({"replica": 1, "dp": 2, "cp": 1, "tp": 2}, {"shard": ("dp", "cp"), "replicate": "replica"}),
+        marks=pytest.mark.slow,
+        id="all kinds of parallelism",
+    ),
 ]
 
 

@@ -46,7 +46,7 @@ def run_process(rank: int, backend_name: str) -> None:
         print(json.dumps(compile_and_count(two_blocks(), backend_name)))
 
 
-@pytest.mark.parametrize("backend_name", ["inductor", "fsdp"])
+@pytest.mark.parametrize("backend_name", ["inductor", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_second_process_compiles_nothing(tmp_path: Path, backend_name: str) -> None:
     """The second process is another rank, with shards of other sizes; also see ``AOTAutograd``'s own cache."""
 

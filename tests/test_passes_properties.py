@@ -75,8 +75,18 @@ def compile_tree(tree: Tree, rank: int = 0, grad: bool = True) -> Stages:
         return graphs_of(tree.build(), tree.example())
 
 
-@on_random_trees(examples=30)
+@on_random_trees(examples=14)
 def test_training(tree: Tree) -> None:
+    check_training(tree)
+
+
+@pytest.mark.slow
+@on_random_trees(examples=60)
+def test_training_on_many_trees(tree: Tree) -> None:
+    check_training(tree)
+
+
+def check_training(tree: Tree) -> None:
     stages = compile_tree(tree)
     assert [stage for stage, _ in stages] == [
         *("joint before", "joint after"),

@@ -75,7 +75,10 @@ def test_like_eager(ranks2, cls, kwargs, set_sync):
     ranks2.run(_like_eager, cls, kwargs, set_sync)
 
 
-@pytest.mark.parametrize(("cls", "kwargs", "set_sync"), CASES[2:])
+@pytest.mark.parametrize(
+    ("cls", "kwargs", "set_sync"),
+    [*CASES[2:4], *(pytest.param(*case.values, marks=pytest.mark.slow, id=case.id) for case in CASES[4:])],
+)
 def test_like_eager_on_four_ranks(ranks4, cls, kwargs, set_sync):
     ranks4.run(_like_eager, cls, kwargs, set_sync)
 

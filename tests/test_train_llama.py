@@ -23,6 +23,7 @@ TINY = ["--size", "debug", "--batch", "4", "--seq", "32", "--text", argparse.__f
 STEPS = 30
 UNBROKEN = [*TINY, "--steps", str(STEPS), "--checkpoint-every", "10", "--checkpoint-dir", "ck"]
 
+COMPILED = ("fsdp_eager", "inductor")
 modes = pytest.mark.parametrize("mode", ["none", "fsdp_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 
 
@@ -98,7 +99,7 @@ def test_learns(mode: str, tmp_path: Path, unbroken: list[tuple[int, float]]) ->
         assert losses(tmp_path / "log") == unbroken
 
 
-@modes
+@pytest.mark.parametrize("mode", ["none", *(pytest.param(mode, marks=pytest.mark.slow) for mode in COMPILED)])
 def test_resumes_after_kill_with_the_losses_of_an_unbroken_run(mode: str, tmp_path: Path) -> None:
     common = [*TINY, "--steps", str(STEPS), "--compile", mode, "--checkpoint-every", "7"]
     code, _, err = run(tmp_path, *common, "--checkpoint-dir", "whole", "--log-losses", "whole.log")
@@ -118,6 +119,7 @@ def test_resumes_after_kill_with_the_losses_of_an_unbroken_run(mode: str, tmp_pa
     assert losses(tmp_path / "log") == losses(tmp_path / "whole.log")
 
 
+@pytest.mark.slow
 def test_a_longer_run_continues_a_finished_one(tmp_path: Path, unbroken: list[tuple[int, float]]) -> None:
     args = [*TINY, "--compile", "none", "--checkpoint-dir", "ck", "--log-losses", "log"]
     assert run(tmp_path, *args, "--steps", "12")[0] == 0
