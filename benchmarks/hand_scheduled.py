@@ -3,8 +3,8 @@
     forward     gather i + 1 ─ wait i ─ layer i
     backward    gather i - 1 ─ wait i ─ layer i backward ─ wait for the reduction of i + 1 ─ reduce i
 
-One gather of a flat tensor and one reduction for each layer, waited for like functional collectives, as in SimpleFSDP's
-graphs; the gather is the one that our graphs have on gloo.
+One gather for each matrix, without a copy, and one reduction for each layer, as in SimpleFSDP's graphs; the gather is
+the one that our graphs have on gloo.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class _Step(torch.autograd.Function):
         ctx.layers, ctx.saved = layers, []
         coming = _gather(layers[0])
         for at, layer in enumerate(layers):
-            arriving, coming = coming, _gather(layers[at + 1]) if at + 1 < len(layers) else None
-            first, second = _wait(arriving, layer)
+            arriving, coming = coming, _gather(layers[at + 1]) if at + 1 < len(layers) else []
+            first, second = map(c10d.wait_tensor, arriving)
             hidden = linear(x, first, layer.seconds)
             ctx.saved.append((x, hidden))
             x = x + linear(hidden, second, layer.seconds)
@@ -57,9 +57,9 @@ class _Step(torch.autograd.Function):
         layers, found = ctx.layers, []
         coming, reducing = _gather(layers[-1]), None
         for at in reversed(range(len(layers))):
-            arriving, coming = coming, _gather(layers[at - 1]) if at else None
+            arriving, coming = coming, _gather(layers[at - 1]) if at else []
             (x, hidden), seconds = ctx.saved.pop(), layers[at].seconds
-            first, second = _wait(arriving, layers[at])
+            first, second = map(c10d.wait_tensor, arriving)
             through, grad_second = linear_backward(grad, hidden, second, seconds)
             through, grad_first = linear_backward(through, x, first, seconds)
             grad = grad + through
@@ -70,17 +70,9 @@ class _Step(torch.autograd.Function):
         return grad, None, *(part for both in reversed(found) for part in both.chunk(2))
 
 
-def _gather(layer: Layer) -> Tensor:
-    """Launch the gather of this rank's shards, one behind the other."""
-    return GATHER(torch.cat([layer.first.detach().view(-1), layer.second.detach().view(-1)]), _world(), _group())
-
-
-def _wait(arriving: Tensor | None, layer: Layer) -> list[Tensor]:
-    """The two matrices that a gather brings."""
-    by_rank = c10d.wait_tensor(arriving).view(_world(), -1)
-    shards = [layer.first, layer.second]
-    parts = by_rank.split([shard.numel() for shard in shards], dim=1)
-    return [part.reshape(-1, shard.size(1)) for part, shard in zip(parts, shards, strict=True)]
+def _gather(layer: Layer) -> list[Tensor]:
+    """Launch the gathers of this rank's shards."""
+    return [GATHER(shard.detach(), _world(), _group()) for shard in (layer.first, layer.second)]
 
 
 def _reduce(grads: Sequence[Tensor]) -> Tensor:

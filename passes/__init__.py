@@ -21,7 +21,7 @@ On the forward graph, the backward graph, and a graph that has no backward:
    memory.
 6. ``dedup``: one gather for runs of a module that follow each other, instead of one for each run.
 7. ``fuse_copies``: one kernel for the casts, divisions and copies on each side of a collective, by ``operators``.
-8. ``flat_gathers``: on gloo, which may not have several of the usual kind under way, gathers into flat tensors.
+8. ``for_gloo``: on gloo, which may not have several of the usual kind under way, gathers into flat tensors.
 
 Buckets and schedule go by what ``plan`` decides: where that is the cost model's, it tries both on copies first.
 
@@ -54,8 +54,8 @@ from .context import Effect, Observer, PassConfig, PassContext, Report, Traffic,
 from .cost_model import CostModel, Placement, world_symbol
 from .costs import KindsApart
 from .dedup import dedup
-from .flat_gathers import flat_gathers
 from .fuse_copies import fuse_copies
+from .gloo import for_gloo
 from .graph_view import REDUCE, RESHARD, UNSHARD, gathers_repeat, has_backward, tag_digest
 from .hardware import HardwareProfile, Network, profile
 from .keep_slices import keep_slices
@@ -98,7 +98,7 @@ __all__ = [
     "copy_node",
     "dedup",
     "evaluate",
-    "flat_gathers",
+    "for_gloo",
     "fuse_copies",
     "gathers_repeat",
     "has_backward",
@@ -154,7 +154,7 @@ def _plan(parts: Mapping[str, Graph], context: PassContext) -> None:
     run_stage(6, parts, context, lambda: [dedup(graph, PassContext(config)) for graph in graphs])
     run_stage(7, parts, context, lambda: [fuse_copies(graph, context) for graph in graphs])
     _show("after", parts, context)
-    run_stage(8, parts, context, lambda: [flat_gathers(graph, context) for graph in graphs])
+    run_stage(8, parts, context, lambda: [for_gloo(graph, context) for graph in graphs])
 
 
 def _show(when: str, parts: Mapping[str, Graph], context: PassContext) -> None:

@@ -39,7 +39,7 @@ def bucket(graph: Graph, context: PassContext, free: Free | None = None) -> Repo
 
     Only collectives on one process group are merged, and reductions only if of one kind and dtype. A bucket of gathers
     of several dtypes needs a transport that moves each tensor for itself, as NCCL does in one launch; gloo, which mixes
-    them up without an error, gets them apart from ``flat_gathers``. A bucket of gathers takes the place
+    them up without an error, gets them apart from ``for_gloo``. A bucket of gathers takes the place
     of its first member, a bucket of reductions that of its last. Members of which one is computed from another stay
     apart, and so do gathers of what compute must run for first.
 

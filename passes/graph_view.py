@@ -31,8 +31,10 @@ from .torch_compat import RESIZE, c10d, hint, is_alias, is_functional_collective
 GATHER_ONE = c10d.all_gather_into_tensor.default
 GATHER_MANY = c10d.all_gather_into_tensor_coalesced.default
 GATHERS = (GATHER_ONE, GATHER_MANY, GATHER)
-REDUCTIONS = (c10d.reduce_scatter_tensor.default,)
-ALL_REDUCES = (c10d.all_reduce.default,)  # of gradients that are reduced over the shard ranks already
+REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
+REDUCTIONS = (REDUCE_SCATTER,)
+ALL_REDUCE_INTO = c10d.all_reduce_.default  # what is reduced takes the result
+ALL_REDUCES = (c10d.all_reduce.default, ALL_REDUCE_INTO)  # of gradients that are reduced over the shard ranks already
 WAIT = c10d.wait_tensor.default
 KINDS = {
     **dict.fromkeys(GATHERS, "all_gather"),

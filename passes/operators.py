@@ -13,6 +13,7 @@ To pack casts and divides on the way. To unpack takes the sizes of all results o
 them belong to each.
 
     gather(shard, ranks, group)                 the same as the functional all-gather, waited for in the same way
+    own_part(whole, ranks, group)               a copy of this rank's part; graphs are alike on all ranks
 
 torch runs functional all-gathers, of one tensor or of many, as what gloo calls ``ALLGATHER_COALESCED``. Each of gloo's
 threads notes the name of what it started and of what it completed in a string that they share, without a lock. Names of
@@ -30,7 +31,7 @@ from typing import Any
 
 import torch
 
-from .torch_compat import c10d, copy_all, inductor_lowerings, launch_by_inductor
+from .torch_compat import c10d, copy_all, inductor_lowerings, launch_by_inductor, rank_in
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -38,10 +39,12 @@ _library = torch.library.Library("fsdp_passes", "FRAGMENT")
 _library.define("pack(Tensor[] tensors, int rows, ScalarType dtype, float divisor) -> Tensor")
 _library.define("unpack(Tensor packed, int rows, int[] sizes, int[] dims) -> Tensor[]")
 _library.define("gather(Tensor shard, int ranks, str group) -> Tensor")
+_library.define("own_part(Tensor whole, int ranks, str group) -> Tensor")
 
 PACK = torch.ops.fsdp_passes.pack.default
 UNPACK = torch.ops.fsdp_passes.unpack.default
 GATHER = torch.ops.fsdp_passes.gather.default
+OWN_PART = torch.ops.fsdp_passes.own_part.default
 
 
 @torch.library.impl(_library, "pack", "CompositeExplicitAutograd")
@@ -85,6 +88,16 @@ def _gather(shard: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
 @torch.library.register_fake("fsdp_passes::gather", lib=_library)
 def _like_gathered(shard: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
     return shard.new_empty((shard.size(0) * ranks, *shard.shape[1:]))
+
+
+@torch.library.impl(_library, "own_part", "CompositeExplicitAutograd")
+def _own_part(whole: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    return whole.chunk(ranks)[rank_in(group)].clone()
+
+
+@torch.library.register_fake("fsdp_passes::own_part", lib=_library)
+def _(whole: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    return whole.new_empty((whole.size(0) // ranks, *whole.shape[1:]))
 
 
 def teach_inductor() -> None:

@@ -111,6 +111,13 @@ def ranks_of(group: str) -> int | None:
     return None if found is None else found.size()
 
 
+def rank_in(group: str) -> int:
+    """This rank's position in the process group of that name."""
+    found = _process_group(group)
+    assert found is not None, f"there is no process group {group}"
+    return found.rank()
+
+
 def _process_group(name: str) -> dist.ProcessGroup | None:
     from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # graphs have names only
 

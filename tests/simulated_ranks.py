@@ -16,6 +16,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from fsdp_compile.passes import GATHER
 from fsdp_compile.passes.graph_view import WAIT
+from fsdp_compile.passes.operators import OWN_PART
 from fsdp_compile.passes.torch_compat import RESIZE, c10d
 
 Ranks = list[Any]  # one value for each rank
@@ -60,6 +61,9 @@ def _compute(node: Node, args: list[Any], kwargs: list[Any], pending: dict[int, 
             for rank, output in zip(part, outputs, strict=True):
                 results[rank] = map_aggregate(output, lambda result: _launch(result, pending))
         return results
+    if node.target is OWN_PART:
+        parted = {rank: part for part in parts.get(args[0][-1], [range(len(args))]) for rank in part}
+        return [of_rank[0].chunk(len(parted[rank]))[parted[rank].index(rank)] for rank, of_rank in enumerate(args)]
     if node.target is WAIT:
         return [pending.pop(id(of_rank[0])) for of_rank in args]
     if node.target is RESIZE:
@@ -109,6 +113,7 @@ COLLECTIVES: dict[Any, Callable[..., Ranks]] = {
     c10d.all_gather_into_tensor_coalesced.default: _all_gather_coalesced,
     c10d.reduce_scatter_tensor.default: _reduce_scatter,
     c10d.all_reduce.default: _all_reduce,
+    c10d.all_reduce_.default: _all_reduce,
 }
 
 

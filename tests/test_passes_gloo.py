@@ -1,4 +1,4 @@
-"""Gathers on gloo: what they compute, in which graphs they are, and that many at once do not corrupt the heap."""
+"""What graphs do on gloo: it computes the same, and many gathers at once do not corrupt the heap."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_world import run_step
-from graph_maker import GraphMaker, run_pass
+from graph_maker import WORLD, GraphMaker, aten, run_pass
 from random_models import Tree
 from ranks import Ranks
 from simulated_ranks import same_bits
@@ -26,14 +26,15 @@ from fsdp_compile.passes import (
     GATHER,
     PassContext,
     bucket,
-    flat_gathers,
+    for_gloo,
     fuse_copies,
     print_skeleton,
     teach_inductor,
 )
-from fsdp_compile.passes.graph_view import GATHER_MANY, GATHER_ONE, WAIT, gathers
-from fsdp_compile.passes.operators import PACK, UNPACK
-from fsdp_compile.passes.torch_compat import c10d
+from fsdp_compile.passes.gloo import LARGE
+from fsdp_compile.passes.graph_view import ALL_REDUCE_INTO, GATHER_MANY, GATHER_ONE, REDUCE_SCATTER, WAIT, gathers
+from fsdp_compile.passes.operators import OWN_PART, PACK, UNPACK
+from fsdp_compile.passes.torch_compat import c10d, emit
 
 F64 = torch.float64
 SECONDS = 20  # with torch's functional all-gather in place of ours a rank died within 10
@@ -42,7 +43,7 @@ SECONDS = 20  # with torch's functional all-gather in place of ours a rank died 
 @contextmanager
 def by_gloo() -> Iterator[None]:
     """Inside, so go process groups of graphs by hand, which do not exist."""
-    with patch.object(sys.modules[flat_gathers.__module__], "goes_by_gloo", lambda group, device: True):
+    with patch.object(sys.modules[for_gloo.__module__], "goes_by_gloo", lambda group, device: True):
         yield
 
 
@@ -58,7 +59,7 @@ def count(graph: Graph, target: object) -> int:
 
 def flattened(graph: Graph) -> Graph:
     """After the pass, which must not change what the graph computes."""
-    before, after = run_pass(flat_gathers, graph)
+    before, after = run_pass(for_gloo, graph)
     assert same_bits(before, after)
     return graph
 
@@ -144,6 +145,27 @@ def test_each_dtype_goes_alone(on_gloo: None) -> None:
     assert found == [([torch.float32], ("a", "c")), ([F64], ("b",))]
 
 
+def packed_gradients(make: GraphMaker, *gradients: Node) -> tuple[Node, Node]:
+    """Gradients of ``WORLD`` rows in a reduction, and what they are packed in."""
+    rows = [emit(make.graph, aten.reshape.default, gradient, [WORLD, -1]) for gradient in gradients]
+    packed = emit(make.graph, aten.cat.default, rows, 1)
+    return make.reduce(emit(make.graph, aten.reshape.default, packed, [-1]), "a"), packed
+
+
+def test_packed_gradients_are_reduced_where_they_lie(on_gloo: None) -> None:
+    make = GraphMaker()
+    reduced, _ = packed_gradients(make, make.input(), make.input(size=(2, 5)))
+    graph = flattened(make.finish(make.double(reduced)))
+    assert (count(graph, ALL_REDUCE_INTO), count(graph, OWN_PART), count(graph, REDUCE_SCATTER)) == (1, 1, 0)
+
+
+def test_gradients_that_something_else_reads_are_left_alone(on_gloo: None) -> None:
+    make = GraphMaker()
+    reduced, packed = packed_gradients(make, make.input(), make.input())
+    graph = flattened(make.finish(reduced, make.double(packed), make.reduce(make.input(), "b")))
+    assert (count(graph, ALL_REDUCE_INTO), count(graph, REDUCE_SCATTER)) == (0, 2)
+
+
 def test_other_transports_keep_their_gathers() -> None:
     make = GraphMaker()
     assert count(flattened(make.finish(make.gather(make.input(), "a"))), GATHER_ONE) == 1
@@ -155,18 +177,19 @@ def test_random_trees(tree: Tree) -> None:
         if stage in ("forward after", "backward after"):
             launched = [gather.tag.parameters for gather in gathers(graph)]
             with by_gloo():
-                before, after = run_pass(flat_gathers, graph, ranks=tree.world)
+                before, after = run_pass(for_gloo, graph, ranks=tree.world)
             assert same_bits(before, after)
             assert [gather.tag.parameters for gather in gathers(graph)] == launched
 
 
 def test_snapshot(on_gloo: None) -> None:
     make = GraphMaker()
-    waits = coalesced(make, make.input(), make.input(size=(1, 5)))
-    graph = make.finish(*map(make.double, waits), make.gather(make.input(), "c", group=1))
+    waits = coalesced(make, make.input(), make.input(size=(1, 5)), make.input(size=(LARGE // 4,)))
+    reduced, _ = packed_gradients(make, make.input(), make.input(size=(2, 5)))
+    graph = make.finish(*map(make.double, waits), reduced)
     before = print_skeleton(graph)
-    flat_gathers(graph, PassContext())
-    assert_snapshot("flat_gathers", f"== before ==\n\n{before}\n== after ==\n\n{print_skeleton(graph)}\n{graph}\n")
+    for_gloo(graph, PassContext())
+    assert_snapshot("gloo", f"== before ==\n\n{before}\n== after ==\n\n{print_skeleton(graph)}")
 
 
 # -- real ranks -------------------------------------------------------------------------------------------------------
@@ -179,19 +202,20 @@ def ranks() -> Iterator[Ranks]:
     started.stop()
 
 
-def gathers_of_a_step(backend_name: str) -> list[int]:
-    """How often each gather is in the graphs of a step as they run: the pass changes them after they are shown."""
+def collectives_of_a_step(backend_name: str) -> list[int]:
+    """How often each collective is in the graphs of a step as they run: the pass changes them after they are shown."""
     graphs: dict[str, Graph] = {}
     with backend.observed(graphs.__setitem__):
         run_step(torch.compile(two_blocks(), backend=backend_name, fullgraph=True), X)
     ran = [graphs["forward after"], graphs["backward after"]]
-    return [sum(count(graph, target) for graph in ran) for target in (GATHER, GATHER_ONE, GATHER_MANY)]
+    targets = (GATHER, GATHER_ONE, GATHER_MANY, ALL_REDUCE_INTO, REDUCE_SCATTER)
+    return [sum(count(graph, target) for graph in ran) for target in targets]
 
 
 @pytest.mark.parametrize("backend_name", ["fsdp_eager", "fsdp"])
-def test_no_functional_gather_runs_on_gloo(ranks: Ranks, backend_name: str) -> None:
-    for ours, one, many in ranks.run(gathers_of_a_step, backend_name):
-        assert ours > 0 and one == many == 0
+def test_a_step_on_gloo(ranks: Ranks, backend_name: str) -> None:
+    for gather, one, many, reduce, scatter in ranks.run(collectives_of_a_step, backend_name):
+        assert gather > 0 and reduce > 0 and one == many == scatter == 0
 
 
 def gathers_both_ways(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
