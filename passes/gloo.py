@@ -7,7 +7,7 @@
 
 gloo cannot have several functional all-gathers under way; ``operators`` says why, and has a gather that it can. Large
 tensors go alone, which saves copies; small ones of a dtype together, which saves launches. gloo reduces and scatters by
-an all-reduce of a copy, of which each rank takes its part; so packed gradients are reduced where they lie, with the same
+an all-reduce of a copy, of which each rank takes its part; packed gradients are reduced where they lie, to the same
 bits. This comes last and moves nothing.
 """
 
