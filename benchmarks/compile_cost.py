@@ -42,10 +42,11 @@ from comparison import Comparison, compare  # noqa: E402
 from contestants import Contestant, Task, llama_task, make_ours, make_plain, make_torch  # noqa: E402
 from harness import Measured, finish, join, on_ranks, positive, report, write  # noqa: E402
 from rounds import read_clocks, run_rounds  # noqa: E402
-from torch_compat import compile_phases, join_imaginary_world, reset_compile_phases  # noqa: E402
+from torch_compat import compile_phases, reset_compile_phases  # noqa: E402
 
 from fsdp_compile import backend  # noqa: E402
 from fsdp_compile.models import SIZES, Llama, LlamaConfig, shard_llama  # noqa: E402
+from fsdp_compile.torch_compat import join_imaginary_world  # noqa: E402
 
 MILLI = 1e3
 COMPILE_WORLD, COMPILE_GOAL_LAYERS, COMPILE_GOAL = 8, 32, 1.25

@@ -26,7 +26,8 @@ from harness import finish, join, write
 from live_bytes import LiveBytes, live_bytes
 from rate_limited_link import bytes_sent, join_link, limit_rate
 from rounds import WARM_UP, Samples, over_ranks, run_block, run_rounds
-from torch_compat import join_imaginary_world
+
+from fsdp_compile.torch_compat import join_imaginary_world
 
 MEMORY_STEPS = 6
 

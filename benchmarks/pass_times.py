@@ -26,11 +26,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 import torch  # noqa: E402
 from harness import positive  # noqa: E402
 from torch.fx import Graph  # noqa: E402
-from torch_compat import join_imaginary_world  # noqa: E402
 from traced_llama import traced_stages  # noqa: E402
 
 from fsdp_compile.models import LlamaConfig  # noqa: E402
 from fsdp_compile.passes import PassConfig, PassContext, copy_graph, run_joint, run_parts  # noqa: E402
+from fsdp_compile.torch_compat import join_imaginary_world  # noqa: E402
 
 WORLD, LENGTH = 64, 8
 GROWTH_GOAL, SECONDS_GOAL = 1.15, 20.0

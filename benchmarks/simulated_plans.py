@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 from harness import positive  # noqa: E402
 from torch.fx import Graph  # noqa: E402
-from torch_compat import imaginary_world, overlap_by_torch  # noqa: E402
+from torch_compat import overlap_by_torch  # noqa: E402
 from traced_llama import traced_stages  # noqa: E402
 
 from fsdp_compile.models import SIZES  # noqa: E402
@@ -39,6 +39,7 @@ from fsdp_compile.passes import (  # noqa: E402
 from fsdp_compile.passes.graph_view import gathers, process_group_of, tag_of  # noqa: E402
 from fsdp_compile.passes.schedule import eager_order  # noqa: E402
 from fsdp_compile.passes.simulate import COMPUTE  # noqa: E402
+from fsdp_compile.torch_compat import imaginary_world  # noqa: E402
 
 MILLI, GIBI = 1e3, 2**30
 UNLIMITED = 1 << 60  # bytes

@@ -4,30 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._dynamo.utils import compilation_time_metrics
 from torch.fx import Graph, Node
-
-
-def join_imaginary_world(world: int) -> None:
-    """Become rank 0 of ``world`` ranks of which the others do not exist; the backend for this is torch's own tests'."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-
-
-@contextmanager
-def imaginary_world(world: int) -> Iterator[None]:
-    """Inside, be rank 0 of such a world."""
-    join_imaginary_world(world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def gather_asynchronously(module: Any) -> None:
@@ -56,13 +38,6 @@ def late_waits(seconds: float) -> Iterator[None]:
     with torch.library._scoped_library("_c10d_functional", "IMPL") as library:
         library.impl("wait_tensor", late_wait, "CPU")
         yield
-
-
-def fake_tensors() -> AbstractContextManager[Any]:
-    """Inside, tensors have no data; a model made on the meta device before may be used."""
-    from torch._subclasses import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def overlap_by_torch(graph: Graph, milliseconds: dict[Node, float]) -> Graph:

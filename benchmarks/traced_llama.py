@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import Graph
-from torch_compat import fake_tensors
 
 from fsdp_compile import MixedPrecisionPolicy, backend
 from fsdp_compile.models import Llama, LlamaConfig, shard_llama
 from fsdp_compile.passes import copy_graph
+from fsdp_compile.torch_compat import fake_tensors
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

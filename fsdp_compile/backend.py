@@ -43,6 +43,11 @@ def configure(**choices: Any) -> None:
     _context.config = replace(_context.config, **choices)
 
 
+def configuration() -> passes.PassConfig:
+    """What ``configure`` has chosen."""
+    return _context.config
+
+
 @contextmanager
 def observed(observer: passes.Observer) -> Iterator[list[passes.Report]]:
     """Show every graph to ``observer`` (its stage, the graph), before and after the passes, while inside; for tests.

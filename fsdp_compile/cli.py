@@ -1,11 +1,12 @@
 """The command ``fsdp-compile``: checks, from a shell, what compiling does to a sharded model, and measures machines.
 
     fsdp-compile parity MODULE:FACTORY --steps 5 --backend fsdp_eager --nproc 2
+    fsdp-compile plan llama3-8b --world-size 8,64,512 --hardware h100 --memory 80GiB
     fsdp-compile calibrate machine.toml --nproc 2
     torchrun --nproc-per-node 8 -m fsdp_compile.cli calibrate machine.toml
 
-Exit codes: 0 equal, or measured; 1 different or a rank failed; 2 bad arguments. torchrun itself exits with 1 for either
-failure.
+Exit codes: 0 equal, fits or measured; 1 different, does not fit or a rank failed; 2 bad arguments. torchrun itself
+exits with 1 for either failure.
 """
 
 from __future__ import annotations
@@ -25,13 +26,21 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
-import fsdp_compile  # noqa: F401  # registers our backends
-
+from . import MixedPrecisionPolicy, torch_compat  # the package registers our backends
 from .calibrate import MIB, calibrate
+from .factory import Factory, FactoryError, llama
 from .local_ranks import RankFailed, UsageError, leave, run_ranks
-from .parity import Factory, FactoryError, compare_training
+from .models import SIZES
+from .parity import compare_training
+from .passes import PassConfig
+from .passes.context import parse_bytes
 from .passes.profile_files import is_file_name
+from .plan_table import as_table
+from .planning import make_plan
+
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,6 +55,8 @@ def main() -> None:
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     try:
         args.check(args)
+        if args.command == "plan":
+            sys.exit(run_plan(args))
         if not under_torchrun:
             check_devices(args.nproc)
         run_under_torchrun(args) if under_torchrun else sys.exit(run_on_local_ranks(args))
@@ -70,6 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_parity(commands)
+    _add_plan(commands)
     _add_calibrate(commands)
     return parser.parse_args()
 
@@ -100,6 +112,30 @@ def _add_parity(commands: Any) -> None:
     add("--allow-graph-breaks", action="store_true", help="count graph breaks instead of failing at the first")
 
 
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        allow_abbrev=False,
+        help="say how a step will go on ranks that need not exist",
+        description="Trace a model without data, run the passes, and print for each number of ranks the simulated time "
+        "of a step, what communication is exposed, and what fills the memory, beside what no plan can beat. Needs no "
+        "GPU and no memory for the model.",
+    )
+    parser.set_defaults(check=check_plan)
+    add = parser.add_argument
+    add("factory", metavar="MODULE:FACTORY", help=f"as for parity, or one of {', '.join(SIZES)}")
+    add("--world-size", type=at_least_each(2), default=[8], metavar="N[,N...]", help="ranks (default: 8)")
+    add("--replicas", type=at_least(1), default=1, help="that hold the same shards (HSDP); default: %(default)s")
+    add("--hardware", default="h100", help="a shipped profile or a file of calibrate's (default: %(default)s)")
+    add("--memory", metavar="SIZE", help="that a device has, like 80GiB; more is called too much")
+    add("--bucket", default="module", help='"module", "auto", "none" or a size like 25MB (default: %(default)s)')
+    add("--regather", choices=["auto"], help='"auto": keep what saves time unsharded until the backward')
+    add("--reshard", type=reshard, help="after forward: true, false or to how many ranks (default: all but the root)")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="that is gathered and computed in (default: %(default)s)")
+    add("--batch", type=at_least(1), default=1, help="sequences a rank, of built-in models (default: %(default)s)")
+    add("--seq", type=at_least(1), default=2048, help="tokens a sequence, of built-in models (default: %(default)s)")
+
+
 def _add_calibrate(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
@@ -115,6 +151,15 @@ def _add_calibrate(commands: Any) -> None:
     add("--name", help="of the profile (default: that of the file)")
     add("--nproc", type=at_least(2), default=2, help="ranks to start; torchrun decides itself (default: %(default)s)")
     add("--largest", type=at_least(1), metavar="MIB", help="of the collectives (default: 16 MiB on CPU, 256 on GPUs)")
+
+
+def reshard(text: str) -> bool | int:
+    named = {"true": True, "false": False}
+    return named[text.lower()] if text.lower() in named else at_least(1)(text)
+
+
+def at_least_each(least: int) -> Callable[[str], list[int]]:
+    return lambda text: [at_least(least)(part) for part in text.split(",")]
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -150,6 +195,30 @@ def check_parity(args: argparse.Namespace) -> None:
     if args.backend not in known:
         raise UsageError(f"unknown backend {args.backend!r}; known are {', '.join(known)}")
     load_factory(args.factory)
+
+
+def check_plan(args: argparse.Namespace) -> None:
+    """Likewise.
+
+    Raises:
+        UsageError: an unknown model, hardware or choice, or ranks that do not divide into the replicas.
+    """
+    try:
+        args.memory = args.memory and parse_bytes(args.memory)
+        args.config = PassConfig(bucket=_bucket(args.bucket), regather=args.regather, hardware=args.hardware)
+        if ":" not in args.factory:
+            llama(args.factory, args.batch, args.seq)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    for ranks in args.world_size:
+        if ranks % args.replicas or ranks == args.replicas:
+            raise UsageError(f"{ranks} ranks do not divide into {args.replicas} replicas of two shards or more")
+    if ":" in args.factory:
+        load_factory(args.factory)
+
+
+def _bucket(text: str) -> str | int:
+    return int(text) if text.isdecimal() else text
 
 
 def check_calibrate(args: argparse.Namespace) -> None:
@@ -295,6 +364,33 @@ def run_calibrate(args: argparse.Namespace) -> int:
         measured.write(args.file)
         print(f"{args.file}: profile {measured.name} of {dist.get_world_size()} ranks", flush=True)
     return 0
+
+
+# -- without ranks ----------------------------------------------------------------------------------------------------
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Plan for each number of ranks, and print the table; 1 if some plan does not fit.
+
+    Raises:
+        UsageError: the model cannot be planned.
+    """
+    factory = load_factory(args.factory) if ":" in args.factory else llama(args.factory, args.batch, args.seq)
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32)
+    how = {"mp_policy": policy, "reshard_after_forward": args.reshard}
+    plans = []
+    for ranks in tqdm(args.world_size, desc="planning", unit="world", disable=None, leave=False):
+        try:
+            plans.append(make_plan(factory, ranks, args.config, args.replicas, **how))
+        except torch_compat.Unsupported as error:
+            raise UsageError(f"{args.factory} does not compile into one graph: {_first_line(error)}") from error
+    print(f"{args.factory} on {args.hardware}, {args.dtype}, buckets: {args.bucket}")
+    print(as_table(plans, args.memory), end="", flush=True)
+    return 0 if args.memory is None or all(plan.peak <= args.memory for plan in plans) else 1
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _fail_alike(message: str) -> NoReturn:

@@ -1,16 +1,7 @@
 """Trains two equal copies of a model, one eagerly and one compiled, and measures how far apart they drift.
 
-A *factory* describes what to train. ``FACTORY()`` returns ``(model, make_batch)``:
-
-- ``model``: an ``nn.Module``; either plain, and then ``shard`` below shards it, or sharded by the factory;
-- ``make_batch(step, rank, world)``: what the model is called with in one step on one rank: a tuple of positional
-  arguments, a dict of keyword arguments, or one tensor.
-
-The loss is the model's output if that is a scalar tensor; else its ``loss``, if it has one as an attribute or a key;
-else the mean of the squares of all floating-point tensors in it.
-
-The factory is called twice under one seed, and each step begins with a seed of its own, so both copies start equal and
-draw the same random numbers.
+``factory`` says what describes the model. The factory is called twice under one seed, and each step begins with a seed
+of its own, so both copies start equal and draw the same random numbers.
 """
 
 from __future__ import annotations
@@ -24,19 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from . import torch_compat
-from .fully_shard import FSDPModule, fully_shard
-from .nested import map_tensors
+from .factory import Factory, FactoryError, arguments, call, debug_llama, loss_of, shard
 
-MakeBatch = Callable[[int, int, int], Any]
-Factory = Callable[[], tuple[nn.Module, MakeBatch]]
-
-
-class FactoryError(ValueError):
-    """The factory, or what it returned, does not keep to the protocol; the message says how, in one line."""
+__all__ = ["Difference", "ParityReport", "StepParity", "compare_training", "debug_llama"]
 
 
 # -- what is reported -------------------------------------------------------------------------------------------------
@@ -191,7 +175,7 @@ class _Training:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.device = _compute_device()
         _seed_all(seed)  # alike on all ranks: each takes its shard of the same weights
-        self.model, self.make_batch = _call(factory)
+        self.model, self.make_batch = call(factory)
         self.sharding = shard(self.model)
         _check_parameters(self.model)
         trained = [param for param in self.model.parameters() if param.requires_grad]
@@ -201,7 +185,7 @@ class _Training:
     def backward(self, step: int) -> torch.Tensor:
         """Forward and backward of one step; returns the loss."""
         _seed_all((self.seed + 1) * 1_000_003 + step * self.world + self.rank)
-        args, kwargs = _arguments(self.make_batch(step, self.rank, self.world), self.device)
+        args, kwargs = arguments(self.make_batch(step, self.rank, self.world), self.device)
         loss = loss_of(self.forward(*args, **kwargs))
         loss.backward()
         return loss.detach()
@@ -284,89 +268,7 @@ def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0).max())
 
 
-# -- what a factory returned ------------------------------------------------------------------------------------------
-
-
-def shard(model: nn.Module) -> str:
-    """Apply ``fully_shard`` unless something in ``model`` is sharded already; say in words what was done.
-
-    Each element of every ``nn.ModuleList`` that has a forward makes a group, and the root takes what is left.
-    """
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return "by the factory"
-    lists: list[str] = []
-    for name, module in reversed(list(model.named_modules())):  # so that inner lists come first
-        if isinstance(module, nn.ModuleList):
-            elements = [each for each in module if type(each).forward is not nn.Module.forward]
-            for element in elements:
-                if not isinstance(element, FSDPModule):
-                    fully_shard(element)
-            if elements:
-                lists.insert(0, f"each of the {len(elements)} modules in {name or 'the model'}")
-    if type(model).forward is nn.Module.forward:
-        raise FactoryError(f"the factory's model, a {type(model).__name__}, has no forward")
-    fully_shard(model)
-    return "by parity: " + ", ".join([*lists, "and the root" if lists else "the root"])
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """The scalar to minimize; see the head of this module.
-
-    Raises:
-        FactoryError: nothing in ``output`` has a gradient.
-    """
-    if isinstance(output, torch.Tensor) and output.dim() == 0:
-        loss = output
-    else:
-        named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        loss = named if isinstance(named, torch.Tensor) else _mean_square(output)
-    if loss.dim() != 0 or not loss.requires_grad:
-        raise FactoryError("the model's output gives no loss: it needs a scalar, or floating tensors, with a gradient")
-    return loss
-
-
-def _mean_square(output: Any) -> torch.Tensor:
-    found: list[torch.Tensor] = []
-
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_floating_point():
-            found.append(tensor)
-        return tensor
-
-    map_tensors(look, output)
-    if not found:
-        raise FactoryError(f"the model's output, a {type(output).__name__}, holds no floating-point tensor")
-    total = torch.stack([tensor.float().square().sum() for tensor in found]).sum()
-    return total / sum(tensor.numel() for tensor in found)
-
-
-def _call(factory: Factory) -> tuple[nn.Module, MakeBatch]:
-    made = factory()
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise FactoryError(f"the factory must return (model, make_batch), but returned {_kind(made)}")
-    model, make_batch = made
-    if not isinstance(model, nn.Module):
-        raise FactoryError(f"the factory must return (model, make_batch), but the model is {_kind(model)}")
-    if not callable(make_batch):
-        raise FactoryError(f"the factory must return (model, make_batch), but make_batch is {_kind(make_batch)}")
-    return model, make_batch
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"a tuple of {len(value)}"
-    return "None" if value is None else f"a value of type {type(value).__name__}"
-
-
-def _arguments(batch: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    batch = map_tensors(lambda tensor: tensor.to(device), batch)
-    if isinstance(batch, torch.Tensor):
-        return (batch,), {}
-    if isinstance(batch, tuple):
-        return batch, {}
-    if isinstance(batch, dict):
-        return (), batch
-    raise FactoryError(f"make_batch must return a tuple, a dict or a tensor, but returned {_kind(batch)}")
+# -- what is refused ------------------------------------------------------------------------------------------------
 
 
 def _check_parameters(model: nn.Module) -> None:
@@ -395,29 +297,3 @@ def _compute_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-# -- built-in factory -------------------------------------------------------------------------------------------------
-
-
-class _NextByte(nn.Module):
-    """Mean cross entropy, in nats, of a language model that predicts each byte from those before it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits = self.model(tokens[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
-def debug_llama() -> tuple[nn.Module, MakeBatch]:
-    """A factory: a Llama of two small blocks on random bytes, (2, 33) int64 on each rank and step."""
-    from .models import SIZES, Llama
-
-    def make_batch(step: int, rank: int, world: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(step * world + rank)
-        return torch.randint(256, (2, 33), generator=generator)
-
-    return _NextByte(Llama(SIZES["debug"])), make_batch

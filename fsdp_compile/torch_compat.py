@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch._dynamo.exc import Unsupported as Unsupported  # what fullgraph=True raises for a graph break
 from torch._functorch import config as functorch_config
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass  # a pass whose results may be cached
@@ -397,6 +398,30 @@ def aot_autograd(
 
     compiled = make(fw_compiler=compiler, inference_compiler=inference_compiler, partition_fn=partitioner)
     return compiled(module, inputs)
+
+
+def join_imaginary_world(world: int) -> None:
+    """Become rank 0 of ``world`` ranks of which the others do not exist; the backend for this is torch's own tests'."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+
+
+@contextmanager
+def imaginary_world(world: int) -> Iterator[None]:
+    """Inside, be rank 0 of such a world."""
+    join_imaginary_world(world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Inside, tensors have no data; a model made on the meta device before may be used."""
+    from torch._subclasses import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def runs_eagerly(tensor: torch.Tensor) -> bool:

@@ -63,7 +63,7 @@ from .memory import MemoryProfile
 from .operators import GATHER, teach_inductor
 from .plan import decide, merge, order
 from .regather import regather
-from .result import Result, evaluate
+from .result import Result, evaluate, readable_size
 from .schedule import schedule
 from .simulate import Timeline, simulate
 from .skeleton import print_skeleton
@@ -106,6 +106,7 @@ __all__ = [
     "keep_slices",
     "print_skeleton",
     "profile",
+    "readable_size",
     "regather",
     "run_inference",
     "run_joint",

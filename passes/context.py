@@ -100,10 +100,23 @@ def _bytes(size: object) -> int:
     """
     if _is_number(size, at_least=1):
         return size  # type: ignore[return-value]
-    parsed = re.fullmatch(rf"(\d+(?:\.\d+)?) *({'|'.join(UNITS)})", size) if isinstance(size, str) else None
-    if parsed is None or float(parsed[1]) * UNITS[parsed[2]] < 1:
+    try:
+        return parse_bytes(size)
+    except ValueError:
         choices = ", ".join(map(repr, BUCKETS))
-        raise ValueError(f'bucket must be {choices}, or a size in bytes like 25_000_000 or "25MB", not {size!r}')
+        message = f'bucket must be {choices}, or a size in bytes like 25_000_000 or "25MB", not {size!r}'
+        raise ValueError(message) from None
+
+
+def parse_bytes(text: object) -> int:
+    """The bytes that a text like "25MB" stands for, one at least.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    parsed = re.fullmatch(rf"(\d+(?:\.\d+)?) *({'|'.join(UNITS)})", text) if isinstance(text, str) else None
+    if parsed is None or float(parsed[1]) * UNITS[parsed[2]] < 1:
+        raise ValueError(f"expected a size like 80GiB or 25MB, not {text!r}")
     return int(float(parsed[1]) * UNITS[parsed[2]])
 
 

@@ -38,7 +38,7 @@ class Result:
             times.append(("step", self.timeline.seconds, self.bounds.time_step))
         rows = [(name, _milliseconds(took), _milliseconds(least), _gap(took, least)) for name, took, least in times]
         took, needed = self.memory.peak, self.bounds.memory
-        rows.append(("peak memory", _size(took), _size(needed), _gap(took, needed)))
+        rows.append(("peak memory", readable_size(took), readable_size(needed), _gap(took, needed)))
         heading = ("", "result", "bound", "gap")
         return [f"{name:12}{took:>14}{least:>14}{gap:>10}".rstrip() for name, took, least, gap in (heading, *rows)]
 
@@ -55,7 +55,7 @@ class Result:
         parts = self.memory.composition(self.memory.peak_position)
         return [
             f"peak at {self.memory.at_peak}:",
-            *(f"  {_size(size):>14}  {category}" for category, size in parts.items() if size),
+            *(f"  {readable_size(size):>14}  {category}" for category, size in parts.items() if size),
         ]
 
 
@@ -78,7 +78,8 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
 
 
-def _size(size: float) -> str:
+def readable_size(size: float) -> str:
+    """Bytes for people, in powers of 1024."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.4g} {unit}"

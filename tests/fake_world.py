@@ -12,7 +12,7 @@ from torch.fx import Graph
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import backend
-from fsdp_compile.parity import loss_of
+from fsdp_compile.factory import loss_of
 from fsdp_compile.passes import copy_graph, print_skeleton
 
 

@@ -70,7 +70,7 @@ def test_equal() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "eager against backend fsdp_eager, 2 ranks on cpu"
-    assert lines[1] == "sharded: by parity: each of the 2 modules in model.blocks, and the root"
+    assert lines[1] == "sharded: each of the 2 modules in model.blocks, and the root"
     assert [line.split() for line in lines[3:5]] == [["1", "0", "0,", "0"], ["2", "0", "0,", "0"]]
     assert lines[5:] == ["graphs 1, graph breaks 0, recompiles 0", "bitwise equal: yes"]
 

@@ -10,7 +10,8 @@ import torch.nn as nn
 from ranks import Ranks
 
 from fsdp_compile import fully_shard
-from fsdp_compile.parity import MakeBatch, compare_training
+from fsdp_compile.factory import MakeBatch
+from fsdp_compile.parity import compare_training
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra 'test'")
 

@@ -6,9 +6,10 @@ import torch.distributed as dist
 from models import live_bytes
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
+from fsdp_compile.factory import debug_llama, loss_of
 from fsdp_compile.models import SIZES, Llama
 from fsdp_compile.models.llama import shard_llama
-from fsdp_compile.parity import compare_training, debug_llama, loss_of
+from fsdp_compile.parity import compare_training
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 DYNAMO = torch._dynamo.utils.counters

@@ -68,6 +68,9 @@ SIZES: dict[str, LlamaConfig] = {
     "llama3-70b": LlamaConfig(
         dim=8192, layers=80, heads=64, kv_heads=8, ffn_dim=28672, vocab=128256, max_seq=8192, rope_theta=500_000.0
     ),
+    "llama3-405b": LlamaConfig(
+        dim=16384, layers=126, heads=128, kv_heads=8, ffn_dim=53248, vocab=128256, max_seq=8192, rope_theta=500_000.0
+    ),
 }
 
 

@@ -1,0 +1,63 @@
+"""Plans as a table for people: a column for each number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .passes import readable_size
+from .passes.graph_view import kind_of, whole_bytes
+from .planning import Plan
+
+
+def as_table(plans: Sequence[Plan], memory: int | None = None) -> str:
+    """What each plan takes, beside what no plan can beat, and a line for each that does not fit.
+
+    Args:
+        plans: of one model.
+        memory: bytes that a device has; ``None``: as much as it takes.
+    """
+    categories = [name for name in plans[0].composition if any(plan.composition[name] for plan in plans)]
+    rows: list[tuple[str, Callable[[Plan], str]]] = [
+        ("ranks", lambda plan: f"{plan.world_size:,}"),
+        ("replicas", lambda plan: str(plan.replicas)),
+        ("step", lambda plan: _ms(plan.result.timeline.seconds)),
+        ("  no plan below", lambda plan: _ms(plan.result.bounds.time_step)),
+        ("compute", lambda plan: _ms(plan.result.timeline.compute_seconds)),
+        ("communication", lambda plan: _ms(sum(plan.result.timeline.lane_seconds.values()))),
+        ("  exposed", lambda plan: _ms(plan.result.timeline.exposed_seconds)),
+        ("  no plan below", lambda plan: _ms(plan.least_exposed)),
+        ("peak memory", lambda plan: readable_size(plan.peak)),
+        ("  no plan below", lambda plan: readable_size(plan.least_peak)),
+        *((f"  {name}", lambda plan, name=name: readable_size(plan.composition[name])) for name in categories),  # type: ignore[misc]
+        ("gathers", lambda plan: " + ".join(str(each.gathers) for each in plan.traffic)),
+        ("reductions", lambda plan: str(sum(each.reductions + each.all_reduces for each in plan.traffic))),
+        ("gathered", lambda plan: readable_size(_moved(plan, gathers=True))),
+        ("reduced", lambda plan: readable_size(_moved(plan, gathers=False))),
+    ]
+    cells = [[name, *map(cell, plans)] for name, cell in rows if name != "replicas" or plans[0].replicas > 1]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join([f"{name:{widths[0]}}", *map(str.rjust, values, widths[1:])]).rstrip() for name, *values in cells
+    ]
+    return "\n".join([f"sharded: {plans[0].sharding}", "", *lines, *_does_not_fit(plans, memory)]) + "\n"
+
+
+def _moved(plan: Plan, gathers: bool) -> int:
+    """Bytes of what a step gathers, or reduces: of the whole, which each rank gets or gives."""
+    starts = [transfer.start for transfer in plan.result.timeline.transfers]
+    return sum(whole_bytes(start) for start in starts if (kind_of(start) == "all_gather") is gathers)
+
+
+def _does_not_fit(plans: Sequence[Plan], memory: int | None) -> list[str]:
+    lines = [_shortfall(plan, memory) for plan in plans if memory is not None and plan.peak > memory]
+    return ["", *lines] if lines else []
+
+
+def _shortfall(plan: Plan, memory: int) -> str:
+    needed, there = readable_size(plan.peak), readable_size(memory)
+    name, size = max(plan.composition.items(), key=lambda part: part[1])
+    return f"{plan.world_size} ranks do not fit: {needed} of {there}; most of it: {name}, {readable_size(size)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"

@@ -1,0 +1,170 @@
+"""``fsdp-compile plan``: what a step will take, without ranks and without data."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from fake_world import fake_world, graphs_of
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compile import backend, fully_shard, torch_compat
+from fsdp_compile.factory import FactoryError, MakeBatch, llama
+from fsdp_compile.passes import PassConfig, Traffic
+from fsdp_compile.plan_table import as_table
+from fsdp_compile.planning import make_plan
+
+WIDTH = 64
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+
+class Breaks(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def batch(step: int, rank: int, world: int) -> torch.Tensor:
+    return torch.ones(5, WIDTH)
+
+
+def net() -> tuple[nn.Module, MakeBatch]:
+    return Net(), batch
+
+
+def test_plans_what_is_then_compiled() -> None:
+    plan = make_plan(net, 4)
+    with fake_world(4):
+        model = Net()
+        for block in model.blocks:
+            fully_shard(block)
+        graphs = dict(graphs_of(fully_shard(model), batch(1, 0, 4)))
+    assert plan.traffic == (Traffic.of(graphs["forward after"]), Traffic.of(graphs["backward after"]))
+    assert plan.sharding == "each of the 3 modules in blocks, and the root"
+
+
+def test_what_fills_the_memory() -> None:
+    plan = make_plan(net, 4)
+    parameters = 3 * (WIDTH * WIDTH + WIDTH) * 4 // 4
+    assert plan.optimizer_bytes == plan.composition["optimizer state"] == 2 * parameters
+    assert sum(plan.composition.values()) == plan.peak >= plan.least_peak > 3 * parameters
+    assert plan.result.timeline.seconds >= plan.result.bounds.time_step > 0
+    assert 0 <= plan.least_exposed <= plan.result.timeline.exposed_seconds
+
+
+@pytest.mark.slow
+def test_a_model_of_any_size() -> None:
+    """8 billion parameters: on data they would take 32 GB. More ranks, less memory, and as much to gather."""
+    few, many = (make_plan(llama("llama3-8b", 1, 512), ranks) for ranks in (8, 64))
+    assert few.optimizer_bytes > 7 * 2**30 > 6 * many.optimizer_bytes and few.peak > many.peak
+    assert few.traffic[0].gathers == many.traffic[0].gathers == 33
+
+
+def test_nothing_is_made_with_data() -> None:
+    def factory() -> tuple[nn.Module, MakeBatch]:
+        model = Net()
+        assert all(param.is_meta for param in model.parameters())
+        return model, batch
+
+    make_plan(factory, 2)
+
+
+def test_replicas_and_settings() -> None:
+    plan = make_plan(net, 8, PassConfig(bucket="none"), replicas=2, reshard_after_forward=False)
+    assert plan.traffic[0].gathers == 6 and plan.traffic[1].gathers == 0
+    assert plan.traffic[1].all_reduces == plan.traffic[1].reductions == 6
+
+
+def test_a_factory_that_shards() -> None:
+    def factory() -> tuple[nn.Module, MakeBatch]:
+        return fully_shard(Net(), mesh=init_device_mesh("cpu", (4,))), batch
+
+    plan = make_plan(factory, 4)
+    assert plan.sharding == "by the factory" and plan.traffic[0].gathers == 1
+
+
+def test_the_configuration_stays() -> None:
+    before = backend.configuration()
+    make_plan(net, 2, PassConfig(bucket="auto", hardware="a100"))
+    assert backend.configuration() == before
+
+
+def frozen() -> tuple[nn.Module, MakeBatch]:
+    return Net().requires_grad_(False), batch
+
+
+@pytest.mark.parametrize(
+    ("factory", "ranks", "replicas", "error", "says"),
+    [
+        (net, 4, 3, ValueError, "4 ranks do not divide into 3 replicas"),
+        (net, 2, 2, ValueError, "two shards or more"),
+        (net, 1, 1, ValueError, "1 ranks"),
+        (lambda: Net(), 2, 1, FactoryError, r"must return \(model, make_batch\)"),
+        (frozen, 2, 1, FactoryError, "gives no loss"),
+        (lambda: (Breaks(), batch), 2, 1, torch_compat.Unsupported, "graph_break"),
+    ],
+    ids=["replicas", "no shards", "one rank", "no batches", "frozen", "graph break"],
+)
+def test_what_cannot_be_planned(factory: Any, ranks: int, replicas: int, error: Any, says: str) -> None:
+    before = backend.configuration()
+    with pytest.raises(error, match=says):
+        make_plan(factory, ranks, replicas=replicas)
+    assert backend.configuration() == before and not torch.distributed.is_initialized()
+
+
+def test_a_plan_needs_a_process_of_its_own() -> None:
+    with fake_world(2), pytest.raises(RuntimeError, match="destroy the process group"):
+        make_plan(net, 2)
+
+
+def test_the_table() -> None:
+    plans = [make_plan(net, ranks) for ranks in (2, 16)]
+    lines = as_table(plans, memory=plans[1].peak).splitlines()
+    named = {line[:30].strip(): line[30:].split() for line in lines}
+    assert named["ranks"] == ["2", "16"] and named["gathers"] == ["3", "+", "2"] * 2
+    assert lines[-1].startswith("2 ranks do not fit: ") and "do not fit" not in lines[-2]
+    assert named["gathered"][:2] == named["gathered"][2:], "whole parameters, for any number of ranks"
+    assert "do not fit" not in as_table(plans)
+
+
+def command(*arguments: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp_compile.cli", "plan", *arguments], capture_output=True, text=True
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command() -> None:
+    code, out, err = command("debug", "--seq", "64", "--world-size", "2,8", "--memory", "1MiB", "--reshard", "2")
+    assert code == 1 and not err, "one does not fit"
+    assert out.startswith("debug on h100, bfloat16, buckets: module\nsharded: each of the 2 modules in model.blocks")
+    assert "do not fit" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["debugg"], "unknown size 'debugg'; known are debug, "),
+        (["debug", "--hardware", "h1000"], "unknown hardware profile 'h1000'; known are a100, "),
+        (["debug", "--world-size", "8,x"], "argument --world-size: must be a whole number, not 'x'"),
+        (["debug", "--memory", "80 cats"], "expected a size like 80GiB or 25MB, not '80 cats'"),
+    ],
+    ids=["model", "hardware", "ranks", "memory"],
+)
+def test_bad_arguments(arguments: list[str], says: str) -> None:
+    code, out, err = command(*arguments)
+    assert code == 2 and not out and err.startswith(f"fsdp-compile: error: {says}")
