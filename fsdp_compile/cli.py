@@ -39,6 +39,7 @@ from .passes.context import parse_bytes
 from .passes.profile_files import is_file_name
 from .plan_table import as_table
 from .planning import make_plan
+from .trace_file import write_trace
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -128,6 +129,7 @@ def _add_plan(commands: Any) -> None:
     add("--replicas", type=at_least(1), default=1, help="that hold the same shards (HSDP); default: %(default)s")
     add("--hardware", default="h100", help="a shipped profile or a file of calibrate's (default: %(default)s)")
     add("--memory", metavar="SIZE", help="that a device has, like 80GiB; more is called too much")
+    add("--trace", metavar="FILE", type=Path, help="also write a trace for Perfetto or about:tracing, .json")
     add("--bucket", default="module", help='"module", "auto", "none" or a size like 25MB (default: %(default)s)')
     add("--regather", choices=["auto"], help='"auto": keep what saves time unsharded until the backward')
     add("--reshard", type=reshard, help="after forward: true, false or to how many ranks (default: all but the root)")
@@ -210,6 +212,8 @@ def check_plan(args: argparse.Namespace) -> None:
             llama(args.factory, args.batch, args.seq)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if args.trace is not None and not os.access(args.trace.parent, os.W_OK):
+        raise UsageError(f"cannot write to directory {args.trace.parent}")
     for ranks in args.world_size:
         if ranks % args.replicas or ranks == args.replicas:
             raise UsageError(f"{ranks} ranks do not divide into {args.replicas} replicas of two shards or more")
@@ -386,6 +390,8 @@ def run_plan(args: argparse.Namespace) -> int:
             raise UsageError(f"{args.factory} does not compile into one graph: {_first_line(error)}") from error
     print(f"{args.factory} on {args.hardware}, {args.dtype}, buckets: {args.bucket}")
     print(as_table(plans, args.memory), end="", flush=True)
+    if args.trace is not None:
+        write_trace(plans, args.trace)
     return 0 if args.memory is None or all(plan.peak <= args.memory for plan in plans) else 1
 
 
