@@ -15,7 +15,7 @@ from graph_maker import GraphMaker
 from plain_costs import drawn, random_costs
 from random_graphs import random_pair, reorder
 from schedules import BYTES, long_schedule, schedule
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from fsdp_compile.passes import MemoryProfile, PassConfig, PassContext, copy_graph, simulate
 from fsdp_compile.passes import schedule as schedule_pass
@@ -184,13 +184,18 @@ def launched(graph: Graph) -> list[str]:
     return [f"{kind_of(node)} {tag_of(node).params[0]}" for node in graph.nodes if is_launch(node)]
 
 
+def begin_with_an_all_reduce(make: GraphMaker) -> tuple[list[Node], Node, Node]:
+    """The shards of three modules; of the first the gradient of its input, and of its parameter, reduced twice."""
+    shards = [make.input(size=(4, 3), name=f"primals_{index}") for index in range(3)]
+    last = make.made_up("first", (8, 3), make.input(size=(8, 3), name="tangents_1"), make.gather(shards[0], "a", 0))
+    return shards, last, make.all_reduce(make.reduce(last, "a", 0), "a", 0)
+
+
 @SIZES
 def test_an_all_reduce_keeps_its_place_before_gathers_of_frozen_modules(rows: tuple[int, int]) -> None:
     """No reduction comes after it that would hold it there, and what memory there is may not move it."""
     make = GraphMaker()
-    shards = [make.input(size=(4, 3), name=f"primals_{index}") for index in range(3)]
-    last = make.made_up("first", (8, 3), make.input(size=(8, 3), name="tangents_1"), make.gather(shards[0], "a", 0))
-    reduced = make.all_reduce(make.reduce(last, "a", 0), "a", 0)
+    shards, last, reduced = begin_with_an_all_reduce(make)
     for index, size in zip((1, 2), rows, strict=True):
         last = make.made_up(f"before_{index}", (size, 3), last)
         last = make.made_up(f"after_{index}", (8, 3), last, make.gather(shards[index], "abc"[index], index))
@@ -204,9 +209,7 @@ def test_an_all_reduce_keeps_its_place_before_gathers_of_frozen_modules(rows: tu
 def test_no_gather_overtakes_an_all_reduce_whose_result_is_read(rows: tuple[int, int]) -> None:
     """That is launched before the next reduction is; the gather could be launched between its two reductions."""
     make = GraphMaker()
-    shards = [make.input(size=(4, 3), name=f"primals_{index}") for index in range(3)]
-    last = make.made_up("first", (8, 3), make.input(size=(8, 3), name="tangents_1"), make.gather(shards[0], "a", 0))
-    reduced = make.all_reduce(make.reduce(last, "a", 0), "a", 0)
+    shards, last, reduced = begin_with_an_all_reduce(make)
     last = make.made_up("between", (rows[0], 3), last)
     read = make.made_up("reads", (4, 3), reduced)
     last = make.made_up("after_1", (8, 3), make.double(last), make.gather(shards[1], "b", 1))
