@@ -17,6 +17,7 @@ import importlib.util
 import math
 import operator
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -386,8 +387,8 @@ def run_plan(args: argparse.Namespace) -> int:
     for ranks in tqdm(args.world_size, desc="planning", unit="world", disable=None, leave=False):
         try:
             plans.append(make_plan(factory, ranks, args.config, args.replicas, **how))
-        except torch_compat.Unsupported as error:
-            raise UsageError(f"{args.factory} does not compile into one graph: {_first_line(error)}") from error
+        except torch_compat.NOT_ONE_GRAPH as error:
+            raise UsageError(f"{args.factory} does not compile into one graph: {_in_one_line(error)}") from error
     print(f"{args.factory} on {args.hardware}, {args.dtype}, buckets: {args.bucket}")
     print(as_table(plans, args.memory), end="", flush=True)
     if args.trace is not None:
@@ -395,8 +396,12 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0 if args.memory is None or all(plan.peak <= args.memory for plan in plans) else 1
 
 
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _in_one_line(error: Exception) -> str:
+    """What the error says first, and the last place in the user's code that it names."""
+    text = str(error)
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    places = re.findall(r'File "([^"]+)", line (\d+)', text)
+    return f"{first} ({places[-1][0]}:{places[-1][1]})" if places else first
 
 
 def _fail_alike(message: str) -> NoReturn:

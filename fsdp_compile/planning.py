@@ -89,7 +89,7 @@ def make_plan(
         FactoryError: the factory does not keep to its protocol.
         RuntimeError: there is a process group already.
         ValueError: the ranks do not divide into the replicas, or there is no such hardware profile.
-        torch._dynamo.exc.Unsupported: the model does not compile into one graph.
+        torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError: the model does not compile into one graph.
     """
     if dist.is_initialized():
         raise RuntimeError("a plan is made without ranks; destroy the process group first, or use another process")

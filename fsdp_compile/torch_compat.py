@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch._dynamo.exc import Unsupported as Unsupported  # what fullgraph=True raises for a graph break
+from torch._dynamo.exc import Unsupported, UserError
 from torch._functorch import config as functorch_config
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass  # a pass whose results may be cached
@@ -405,6 +405,10 @@ def join_imaginary_world(world: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+
+
+# What fullgraph=True raises where a model cannot be in one graph; there are no public names.
+NOT_ONE_GRAPH = (Unsupported, UserError)
 
 
 @contextmanager

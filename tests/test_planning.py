@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def frozen() -> tuple[nn.Module, MakeBatch]:
         (net, 1, 1, ValueError, "1 ranks"),
         (lambda: Net(), 2, 1, FactoryError, r"must return \(model, make_batch\)"),
         (frozen, 2, 1, FactoryError, "gives no loss"),
-        (lambda: (Breaks(), batch), 2, 1, torch_compat.Unsupported, "graph_break"),
+        (lambda: (Breaks(), batch), 2, 1, torch_compat.NOT_ONE_GRAPH, "graph_break"),
     ],
     ids=["replicas", "no shards", "one rank", "no batches", "frozen", "graph break"],
 )
@@ -153,6 +154,23 @@ def test_the_command() -> None:
     assert code == 1 and not err, "one does not fit"
     assert out.startswith("debug on h100, bfloat16, buckets: module\nsharded: each of the 2 modules in model.blocks")
     assert "do not fit" in out
+
+
+def test_a_graph_break_is_named(tmp_path: Path) -> None:
+    lines = [
+        *(
+            "import torch",
+            "class Model(torch.nn.Linear):",
+            "    def forward(self, x):",
+            "        y = super().forward(x)",
+        ),
+        *("        return y if y.sum().item() > 0 else -y", "def factory():"),
+        "    return Model(4, 4), lambda step, rank, world: torch.ones(2, 4)",
+    ]
+    (tmp_path / "model.py").write_text("\n".join(lines) + "\n")
+    code, out, err = command(f"{tmp_path}/model.py:factory")
+    assert code == 2 and not out and len(err.splitlines()) == 1
+    assert "model.py:factory does not compile into one graph: " in err and err.endswith("model.py:5)\n")
 
 
 @pytest.mark.parametrize(
