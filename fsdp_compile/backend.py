@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 
 from . import passes, torch_compat
@@ -127,8 +126,9 @@ class Partitioner(torch_compat.CustomPartitionerFn):
 
 def _cache_key() -> bytes:
     """What a compiled graph depends on beside its own text, as keys of compile caches need it."""
-    transports = str(dist.get_backend_config()) if dist.is_initialized() else ""
-    return _context.config.digest() + passes.tag_digest(torch_compat.nodes_of_trace()) + transports.encode()
+    return (
+        _context.config.digest() + passes.tag_digest(torch_compat.nodes_of_trace()) + torch_compat.transports().encode()
+    )
 
 
 _joint_pass = JointPass()

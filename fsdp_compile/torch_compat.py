@@ -407,6 +407,13 @@ def join_imaginary_world(world: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
 
 
+def transports() -> str:
+    """What carries the collectives of each process group, alike on all ranks that have made groups in the same way."""
+    from torch.distributed.distributed_c10d import _world  # the groups of a graph are known by name only
+
+    return ";".join(sorted({dist.get_backend_config(group) for group in _world.pg_map}))
+
+
 # What fullgraph=True raises where a model cannot be in one graph; there are no public names.
 NOT_ONE_GRAPH = (Unsupported, UserError)
 

@@ -38,7 +38,8 @@ def gather(source: torch.Tensor, world: int, group: str) -> torch.Tensor:
     sent = source if source.dtype in WIRE_DTYPES else source.view(torch.uint8)
     # In a graph it is the operator that everyone knows, which the passes replace where gloo cannot have it.
     launch = passes.GATHER if torch_compat.runs_eagerly(sent) else c10d.all_gather_into_tensor
-    return c10d.wait_tensor(launch(sent, world, group)).view(source.dtype)
+    full = c10d.wait_tensor(launch(sent, world, group))
+    return full if sent is source else full.view(source.dtype)
 
 
 def reduce(

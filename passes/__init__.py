@@ -21,7 +21,7 @@ On the forward graph, the backward graph, and a graph that has no backward:
    memory.
 6. ``dedup``: one gather for runs of a module that follow each other, instead of one for each run.
 7. ``fuse_copies``: one kernel for the casts, divisions and copies on each side of a collective, by ``operators``.
-8. ``for_gloo``: on gloo, which may not have several of the usual kind under way, gathers into flat tensors.
+8. ``for_gloo``: on gloo, which may not have several of the usual gathers under way, other collectives.
 
 Buckets and schedule go by what ``plan`` decides: where that is the cost model's, it tries both on copies first.
 

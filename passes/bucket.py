@@ -204,6 +204,8 @@ def already_packed(inputs: list[Node]) -> Node | None:
     split = _source(parts[0])
     if split is None or split.target is not aten.split_with_sizes.default or len(split.meta["val"]) != len(parts):
         return None
+    if split.all_input_nodes[0].meta["val"].dim() != 1:
+        return None  # columns of it, say
     in_order = all(part is not None and part.args == (split, index) for index, part in enumerate(parts))
     return _source(split) if in_order else None
 

@@ -53,7 +53,7 @@ def alike(collective: Collective) -> tuple[object, ...]:
     Those are gathers, or reductions of one kind and of one dtype, as one tensor of them is made; on one process group.
     """
     kind = kind_of(collective.start)
-    return kind, *collective.how, *(() if kind == "all_gather" else dict.fromkeys(collective.dtypes))
+    return kind, *collective.how, *(() if kind == "all_gather" else collective.dtypes)
 
 
 def is_bucket(collective: Collective) -> bool:

@@ -71,6 +71,11 @@ class Load:
         return Load(self.sizes[::-1], self.compute[::-1], self.room[::-1], held)
 
     @cached_property
+    def bytes(self) -> Integers:
+        """Before each, and of all; shape (sizes + 1,)."""
+        return np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
+
+    @cached_property
     def clock(self) -> Integers:
         """Picoseconds of compute before each first use, and of all; shape (sizes + 1,)."""
         return np.cumsum(np.rint(np.array(self.compute) * PICO).astype(np.int64))
@@ -163,7 +168,7 @@ class _Search:
 
     def __init__(self, load: Load, line: Line) -> None:
         self._line = line
-        self.bytes = np.concatenate([[0], np.cumsum(load.sizes, dtype=np.int64)])
+        self.bytes = load.bytes
         self.before = load.clock
         self.launch = load.launches
         self.first = np.maximum(self.launch, 0)

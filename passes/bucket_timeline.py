@@ -19,8 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-import numpy as np
-
 from .alpha_beta import Line
 from .bucket_plan import Load, fastest_gathers, fastest_reductions, picoseconds
 
@@ -91,7 +89,7 @@ def end_of(sequences: Sequence[Queue], choice: Sequence[Sequence[range]]) -> int
 
 def _events(index: int, queue: Queue, buckets: Sequence[range]) -> Iterator[Event]:
     load, clock, launches = queue.load, queue.load.clock, queue.load.launches
-    before = np.concatenate([[0], np.cumsum(load.sizes, dtype=np.int64)])
+    before = load.bytes
     for number, bucket in enumerate(buckets):
         duration = int(picoseconds(queue.line, before[bucket.stop] - before[bucket.start]))
         if not queue.gathers:

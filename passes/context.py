@@ -37,7 +37,8 @@ class PassConfig:
         schedule: launch gathers ahead of their use, and let reductions run on; otherwise wait for each at once.
         memory_budget: peak of live bytes, as ``memory`` counts them, that ``schedule`` may fill; the order of
             collectives then depends on the sizes of activations, so all ranks must trace equal ones. ``None``: the peak
-            of FSDP2's eager order, and, but for "auto", its order of collectives.
+            of FSDP2's eager order, and, but for "auto", its order of collectives. On gloo, what small parameters are
+            packed in comes on top.
         regather: which groups the backward gathers again. ``None``: those that ``fully_shard`` says. "auto": of these,
             all but some that are kept where that makes a step faster, by the cost model on ``hardware``, in no more
             memory than ``memory_budget``, or ``None``: than without keeping any; ``keep_unsharded`` says how. All ranks
@@ -204,7 +205,7 @@ class PassContext:
     Attributes:
         config: the user's choices.
         observer: called with a stage's name ("joint before", "forward after", ...) and its graph, which it must not
-            change.
+            change. "After" is the plan, for any transport; ``gloo`` rewrites graphs later.
         reports: one for each pass run, in order.
     """
 

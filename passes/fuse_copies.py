@@ -9,7 +9,7 @@
     result      WAIT ─┬─ part ─ cast ─ output         WAIT ─ cast ─┬─ part ─ output
                       └─ part ─ cast ─ output   ->                 └─ part ─ output
 
-Bits stay: each element goes through the same operations. What is left is the cheapest on any machine: a coalesced
+Bits stay: each element goes through the same operations. What is left is the cheapest in the cost model, whatever the machine: a coalesced
 gather takes as long as one of a packed tensor (``alpha_beta``), so what needs no cast is sent from where it is and
 brought to where it stays, without a copy on either side (*zero-copy*). A cast is a copy, so where there are several to
 one dtype, one kernel does all and is launched once; what it makes is sent from where it lies in one tensor, and still

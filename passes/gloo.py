@@ -1,4 +1,4 @@
-"""Writes collectives that go by gloo as it does them safely and with the fewest copies.
+"""Writes collectives that go by gloo as it does them safely, and with fewer copies.
 
     gather      a ─┐                ┌─ getitem ─ WAIT      a ─┐                               ┌─ getitem
                 b ─┴─ START (many) ─┴─ getitem ─ WAIT  ->  b ─┴─ pack ─ GATHER ─ WAIT ─ unpack ─┴─ getitem
@@ -49,11 +49,12 @@ def for_gloo(graph: Graph, context: PassContext) -> Report:
 
     Args:
         graph: forward or backward graph, or a graph without backward, after all other passes. Collectives are changed
-            whether tagged or not, but for those of dynamic sizes, which none of parameters are.
+            whether tagged or not, but for those of dynamic sizes, and those that are not waited for once right here;
+            none that move parameters are.
         context: shared by the passes; not read.
     """
     before = Traffic.of(graph)
-    changed = [node for node in graph.nodes if node.target in CHANGES and _goes_by_gloo(node) and _may_change(node)]
+    changed = [node for node in graph.nodes if node.target in CHANGES and _may_change(node)]
     for start in changed:
         CHANGES[start.target](start)
     if changed:
@@ -66,16 +67,18 @@ def _results(start: Node) -> list[torch.Tensor]:
     return list(result) if isinstance(result, (list, tuple)) else [result]
 
 
-def _goes_by_gloo(start: Node) -> bool:
+def _may_change(start: Node) -> bool:
     results = _results(start)
     static = all(isinstance(size, int) for result in results for size in result.shape)
-    return static and goes_by_gloo(process_group_of(start), results[0].device)
+    outputs = [*start.users] if start.target is GATHER_MANY else [start]
+    waited = all([user.target for user in output.users] == [WAIT] for output in outputs)
+    if not (static and waited and goes_by_gloo(process_group_of(start), results[0].device)):
+        return False
+    return start.target is not REDUCE_SCATTER or _is_made_for(start)
 
 
-def _may_change(start: Node) -> bool:
+def _is_made_for(start: Node) -> bool:
     """Whether what a reduction takes was made for it alone, so that it may be written to."""
-    if start.target is not REDUCE_SCATTER:
-        return True
     made: Any = alias_root(start.args[0])  # type: ignore[arg-type]
     return made.target in (PACK, aten.cat.default) and all(
         is_alias(user) or user is start for alias in aliases_of(made) for user in alias.users
@@ -133,12 +136,12 @@ def _send(start: Node, members: list[int], before: Node) -> list[Node]:
         launch = emit(graph, GATHER, inputs[0] if len(members) == 1 else _packed(inputs, tag), *start.args[1:])
     with graph.inserting_before(before):
         wait = emit(graph, WAIT, launch, result=launch.meta["val"])
-        _set_tag(tag, launch, wait)
+        _set_tag(tag, launch)
         if len(members) == 1:
             return [wait]
         sizes = [size for shape in shapes for size in shape]
         parts = emit(graph, UNPACK, wait, start.args[1], sizes, [len(shape) for shape in shapes])
-        _set_tag(tag, parts)
+        _set_tag(tag, wait, parts)
         return [emit(graph, operator.getitem, parts, index) for index in range(len(members))]
 
 
@@ -155,15 +158,15 @@ def _packed(inputs: list[Node], tag: Tag | None) -> Node:
 
 
 def _reduce_in_place(start: Node) -> None:
-    graph, (packed, how, ranks, group), waits = start.graph, start.args, waits_of(start)
+    graph, (packed, how, ranks, group), (old,) = start.graph, start.args, waits_of(start)
     with graph.inserting_before(start):
         launch = emit(graph, ALL_REDUCE_INTO, packed, how, group, result=packed.meta["val"])  # type: ignore[union-attr]
-    with graph.inserting_before(waits[0]):
+    with graph.inserting_before(old):
         wait = emit(graph, WAIT, launch, result=launch.meta["val"])
         part = emit(graph, OWN_PART, wait, ranks, group, result=start.meta["val"])
     _set_tag(tag_of(start), launch, wait, part)
-    waits[0].replace_all_uses_with(part)
-    for node in (*waits, start):
+    old.replace_all_uses_with(part)
+    for node in (old, start):
         graph.erase_node(node)
 
 

@@ -90,7 +90,9 @@ class Tag:
         """That of some of the parameters, by their positions."""
         params, index = tuple(self.params[each] for each in members), tuple(self.index[each] for each in members)
         groups = tuple(self.groups[each] for each in members) if self.groups else ()
-        return replace(self, params=params, index=index, groups=groups)
+        first = groups[0] if groups else self.group
+        groups = groups if len(set(groups)) > 1 else ()
+        return replace(self, group=first, params=params, index=index, groups=groups)
 
     def as_meta(self) -> dict[str, Any]:
         """The form that is kept in ``node.meta``."""
@@ -353,7 +355,12 @@ def made_by(node: Node, phase: str) -> list[Node]:
 
 def has_backward(graph: Graph) -> bool:
     """Whether this is a joint graph of forward and backward, or a backward graph: it takes gradients of outputs."""
-    return any(node.op == "placeholder" and "tangents" in str(node.target) for node in graph.nodes)
+    return any(map(is_tangent, graph.nodes))
+
+
+def is_tangent(node: Node) -> bool:
+    """Whether a backward takes it as the gradient of an output."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def outputs_of(graph: Graph) -> list[Node]:

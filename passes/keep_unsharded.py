@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
+from .bucket_plan import PICO
 from .context import PassConfig
 from .cost_model import COMPUTE, CostModel
 from .graph_view import (
@@ -36,6 +37,7 @@ from .graph_view import (
     aliases_of,
     data_bytes,
     gathers,
+    is_tangent,
     kind_of,
     phase_of,
     process_group_of,
@@ -44,8 +46,6 @@ from .graph_view import (
 )
 from .machine import cost_model
 from .memory import live_bytes
-
-PICO = 1e12
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,7 @@ def _backward_compute(graph: Graph, costs: CostModel) -> float:
     found: set[Node] = set()
     total = 0.0
     for node in graph.nodes:
-        is_gradient = node.op == "placeholder" and "tangents" in str(node.target)
-        if is_gradient or not found.isdisjoint(node.all_input_nodes):
+        if is_tangent(node) or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
             if phase_of(node) is None and costs.lane(node) == COMPUTE:
                 total += costs.seconds(node)

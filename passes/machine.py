@@ -26,6 +26,7 @@ def cost_model(graphs: Iterable[Graph], hardware: str | None) -> CostModel:
         ValueError: there is no such profile, or its file is wrong.
     """
     launches = [node for graph in graphs for node in graph.nodes if is_launch(node)]
+    # What a launch says comes last, and so counts: the process group may not be there any more.
     groups = {process_group_of(node): _ranks(node) for node in sorted(launches, key=_says_how_many)}
     devices = [node.all_input_nodes[0].meta["val"].device.type for node in launches]
     return CostModel(profile(hardware or profile_for(devices[-1] if devices else "cpu")), groups)

@@ -101,7 +101,7 @@ def _(whole: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
 
 
 def teach_inductor() -> None:
-    """Have Inductor generate code for the operators. May be called again."""
+    """Have Inductor generate code for those that are worth it. May be called again."""
     lowerings, register = inductor_lowerings()
     if PACK not in lowerings:
         register(PACK, type_promotion_kind=None)(_packed_by_inductor)

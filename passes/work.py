@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from .data_flow import DataFlow, Size, data_flow, shape_of, tensors_of
 from .fusion import is_free, kernels, moves_between_devices
-from .graph_view import GATHERS, UNSHARD, gathers, made_by, reductions
+from .graph_view import GATHERS, UNSHARD, gathers, made_by, process_group_of, reductions
 from .operators import GATHER
 from .torch_compat import as_expression, c10d, is_mutating
 
@@ -131,7 +131,7 @@ def read_work(graph: Graph) -> GraphWork:
 def _exchange(node: Node, kind: str, flow: DataFlow, sharded: Sharded) -> Exchange:
     sources = [node] if kind == "all_gather" else node.all_input_nodes
     size = sum((flow.size[each] for each in sources), start=0)
-    return Exchange(kind, str(node.kwargs.get("group_name", node.args[-1])), size, sharded)
+    return Exchange(kind, process_group_of(node), size, sharded)
 
 
 class _Traffic:

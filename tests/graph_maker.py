@@ -96,6 +96,11 @@ def launches(graph: Graph) -> list[str]:
     return ["".join(found[node].tag.params) for node in graph.nodes if node in found]
 
 
+def count(graph: Graph, target: object) -> int:
+    """How many nodes call it."""
+    return len(graph.find_nodes(op="call_function", target=target))
+
+
 def run_pass(
     each: Callable[[Graph, PassContext], Any],
     graph: Graph,

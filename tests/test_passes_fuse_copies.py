@@ -9,7 +9,7 @@ import pytest
 import torch
 from emitted_code import body, check_memory, emitted
 from fake_world import fake_world, graphs_of
-from graph_maker import WORLD, GraphMaker, aten, run_pass
+from graph_maker import WORLD, GraphMaker, aten, count, run_pass
 from simulated_ranks import same_bits
 from torch.fx import Graph, Node
 
@@ -33,10 +33,6 @@ def fused(make: GraphMaker, *outputs: Node) -> Graph:
     assert same_bits(before, after)
     assert MemoryProfile.of([graph]).peak <= peak
     return graph
-
-
-def count(graph: Graph, target: object) -> int:
-    return len(graph.find_nodes(op="call_function", target=target))
 
 
 # -- the operator -----------------------------------------------------------------------------------------------------

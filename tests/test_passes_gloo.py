@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_world import run_step
-from graph_maker import WORLD, GraphMaker, aten, run_pass
+from graph_maker import WORLD, GraphMaker, aten, count, run_pass
 from random_models import Tree
 from ranks import Ranks
 from simulated_ranks import same_bits
@@ -32,7 +32,7 @@ from fsdp_compile.passes import (
     teach_inductor,
 )
 from fsdp_compile.passes.gloo import LARGE
-from fsdp_compile.passes.graph_view import ALL_REDUCE_INTO, GATHER_MANY, GATHER_ONE, REDUCE_SCATTER, WAIT, gathers
+from fsdp_compile.passes.graph_view import ALL_REDUCE_INTO, GATHER_MANY, GATHER_ONE, REDUCE_SCATTER, WAIT, Tag, gathers
 from fsdp_compile.passes.operators import OWN_PART, PACK, UNPACK
 from fsdp_compile.passes.torch_compat import c10d, emit
 
@@ -51,10 +51,6 @@ def by_gloo() -> Iterator[None]:
 def on_gloo() -> Iterator[None]:
     with by_gloo():
         yield
-
-
-def count(graph: Graph, target: object) -> int:
-    return len(graph.find_nodes(op="call_function", target=target))
 
 
 def flattened(graph: Graph) -> Graph:
@@ -166,6 +162,34 @@ def test_gradients_that_something_else_reads_are_left_alone(on_gloo: None) -> No
     assert (count(graph, ALL_REDUCE_INTO), count(graph, REDUCE_SCATTER)) == (0, 2)
 
 
+def test_what_is_waited_for_elsewhere_or_twice_is_left_alone(on_gloo: None) -> None:
+    make = GraphMaker()
+    shards = [make.input(), make.input()]
+    twice, never = (emit(make.graph, GATHER_ONE, shard, WORLD, "0") for shard in shards)
+    many = emit(make.graph, GATHER_MANY, shards, WORLD, "0")
+    parts = [emit(make.graph, operator.getitem, many, index) for index in range(2)]
+    waits = [emit(make.graph, WAIT, each) for each in (twice, twice, parts[0])]
+    graph = make.finish(*waits, never, parts[1])
+    assert for_gloo(graph, PassContext()).changes == 0
+
+
+def test_columns_of_a_tensor_are_not_packed(on_gloo: None) -> None:
+    make = GraphMaker()
+    split = emit(make.graph, aten.split_with_sizes.default, make.input(size=(4, 5)), [2, 3], 1)
+    columns = [emit(make.graph, operator.getitem, split, index) for index in range(2)]
+    many = emit(make.graph, GATHER_MANY, columns, WORLD, "0")
+    parts = [emit(make.graph, operator.getitem, many, index) for index in range(2)]
+    graph = flattened(make.finish(*(emit(make.graph, WAIT, part) for part in parts)))
+    assert count(graph, PACK) == count(graph, GATHER) == 1
+
+
+def test_a_tag_of_some() -> None:
+    tag = Tag(1, "a to b", ("x", "y", "z"), (0, 0, 1), "unshard", groups=(1, 2, 2))
+    assert tag.only([0]).parameters == [(1, "x")] and tag.only([0]).group == 1
+    assert tag.only([1, 2]) == Tag(2, "a to b", ("y", "z"), (0, 1), "unshard")
+    assert tag.only([0, 2]).parameters == [(1, "x"), (2, "z")]
+
+
 def test_other_transports_keep_their_gathers() -> None:
     make = GraphMaker()
     assert count(flattened(make.finish(make.gather(make.input(), "a"))), GATHER_ONE) == 1
@@ -173,13 +197,15 @@ def test_other_transports_keep_their_gathers() -> None:
 
 @on_random_trees(examples=6)
 def test_random_trees(tree: Tree) -> None:
-    for stage, graph in compile_tree(tree):
-        if stage in ("forward after", "backward after"):
-            launched = [gather.tag.parameters for gather in gathers(graph)]
-            with by_gloo():
-                before, after = run_pass(for_gloo, graph, ranks=tree.world)
-            assert same_bits(before, after)
-            assert [gather.tag.parameters for gather in gathers(graph)] == launched
+    graphs = dict(compile_tree(tree))
+    for stage in ("forward after", "backward after"):
+        graph = graphs[stage]
+        launched = [gather.tag.parameters for gather in gathers(graph)]
+        with by_gloo():
+            before, after = run_pass(for_gloo, graph, ranks=tree.world)
+        assert same_bits(before, after)
+        assert [gather.tag.parameters for gather in gathers(graph)] == launched
+        assert (count(graph, GATHER) > 0) == bool(launched) and not count(graph, GATHER_ONE) + count(graph, GATHER_MANY)
 
 
 def test_snapshot(on_gloo: None) -> None:
@@ -195,13 +221,6 @@ def test_snapshot(on_gloo: None) -> None:
 # -- real ranks -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    started = Ranks(2)
-    yield started
-    started.stop()
-
-
 def collectives_of_a_step(backend_name: str) -> list[int]:
     """How often each collective is in the graphs of a step as they run: the pass changes them after they are shown."""
     graphs: dict[str, Graph] = {}
@@ -213,8 +232,8 @@ def collectives_of_a_step(backend_name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("backend_name", ["fsdp_eager", "fsdp"])
-def test_a_step_on_gloo(ranks: Ranks, backend_name: str) -> None:
-    for gather, one, many, reduce, scatter in ranks.run(collectives_of_a_step, backend_name):
+def test_a_step_on_gloo(ranks2: Ranks, backend_name: str) -> None:
+    for gather, one, many, reduce, scatter in ranks2.run(collectives_of_a_step, backend_name):
         assert gather > 0 and reduce > 0 and one == many == scatter == 0
 
 
@@ -225,9 +244,22 @@ def gathers_both_ways(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(c10d.wait_tensor(launch(shard, 2, name)) for launch in (GATHER, c10d.all_gather_into_tensor))  # type: ignore[return-value]
 
 
+def reduces_both_ways(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    assert dist.group.WORLD is not None
+    name = dist.group.WORLD.group_name
+    packed = torch.randn(ranks * 1000, generator=torch.Generator().manual_seed(dist.get_rank()))
+    scattered = c10d.wait_tensor(c10d.reduce_scatter_tensor(packed.clone(), "sum", ranks, name))
+    return OWN_PART(c10d.wait_tensor(c10d.all_reduce_(packed, "sum", name)), ranks, name), scattered
+
+
+def test_reduces_to_the_same_bits(ranks4: Ranks) -> None:
+    for ours, functional in ranks4.run(reduces_both_ways, 4):
+        assert same_bits(ours, functional)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
-def test_brings_what_the_functional_gather_brings(ranks: Ranks, dtype: torch.dtype) -> None:
-    for ours, functional in ranks.run(gathers_both_ways, dtype):
+def test_brings_what_the_functional_gather_brings(ranks2: Ranks, dtype: torch.dtype) -> None:
+    for ours, functional in ranks2.run(gathers_both_ways, dtype):
         assert same_bits(ours, functional)
 
 
@@ -249,5 +281,5 @@ def gather_for(seconds: float) -> int:
 
 
 @pytest.mark.slow
-def test_many_at_once_for_long(ranks: Ranks) -> None:
-    assert min(ranks.run(gather_for, SECONDS)) > 100
+def test_many_at_once_for_long(ranks2: Ranks) -> None:
+    assert min(ranks2.run(gather_for, SECONDS)) > 100

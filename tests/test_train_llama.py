@@ -23,8 +23,10 @@ TINY = ["--size", "debug", "--batch", "4", "--seq", "32", "--text", argparse.__f
 STEPS = 30
 UNBROKEN = [*TINY, "--steps", str(STEPS), "--checkpoint-every", "10", "--checkpoint-dir", "ck"]
 
-COMPILED = ("fsdp_eager", "inductor")
 modes = pytest.mark.parametrize("mode", ["none", "fsdp_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+slow_if_compiled = pytest.mark.parametrize(
+    "mode", ["none", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("fsdp_eager", "inductor"))]
+)
 
 
 def start(cwd: Path, *args: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -99,7 +101,7 @@ def test_learns(mode: str, tmp_path: Path, unbroken: list[tuple[int, float]]) ->
         assert losses(tmp_path / "log") == unbroken
 
 
-@pytest.mark.parametrize("mode", ["none", *(pytest.param(mode, marks=pytest.mark.slow) for mode in COMPILED)])
+@slow_if_compiled
 def test_resumes_after_kill_with_the_losses_of_an_unbroken_run(mode: str, tmp_path: Path) -> None:
     common = [*TINY, "--steps", str(STEPS), "--compile", mode, "--checkpoint-every", "7"]
     code, _, err = run(tmp_path, *common, "--checkpoint-dir", "whole", "--log-losses", "whole.log")
