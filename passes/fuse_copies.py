@@ -9,13 +9,13 @@
     result      WAIT ─┬─ part ─ cast ─ output         WAIT ─ cast ─┬─ part ─ output
                       └─ part ─ cast ─ output   ->                 └─ part ─ output
 
-Bits stay: each element goes through the same operations. What is left is the cheapest in the cost model, whatever the machine: a coalesced
-gather takes as long as one of a packed tensor (``alpha_beta``), so what needs no cast is sent from where it is and
-brought to where it stays, without a copy on either side (*zero-copy*). A cast is a copy, so where there are several to
-one dtype, one kernel does all and is launched once; what it makes is sent from where it lies in one tensor, and still
-brought without a copy. The gradients of a reduction are packed anyhow, as only so sums are rounded like in eager: one
-kernel casts, divides and packs; but a cast to a smaller dtype stays where it is, as gradients wait for each other. What
-a reduction brings is cast as a whole, and each gradient is a view of that.
+Bits stay: each element goes through the same operations. What is left is the cheapest in the cost model, whatever the
+machine: a coalesced gather takes as long as one of a packed tensor (``alpha_beta``), so what needs no cast is sent from
+where it is and brought to where it stays, without a copy on either side (*zero-copy*). A cast is a copy, so where there
+are several to one dtype, one kernel does all and is launched once; what it makes is sent from where it lies in one
+tensor, and still brought without a copy. The gradients of a reduction are packed anyhow, as only so sums are rounded
+like in eager: one kernel casts, divides and packs; but a cast to a smaller dtype stays where it is, as gradients wait
+for each other. What a reduction brings is cast as a whole, and each gradient is a view of that.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import time
 from collections.abc import Iterator
