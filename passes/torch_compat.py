@@ -105,10 +105,10 @@ def goes_by_gloo(group: str, device: torch.device) -> bool:
     return found is not None and f"{device.type}:gloo" in str(dist.get_backend_config(found)).split(",")
 
 
-def ranks_of(group: str) -> int | None:
-    """The number of ranks of the process group of that name; ``None`` if it is no more."""
+def ranks_of(group: str) -> list[int] | None:
+    """The ranks of the process group of that name, as numbered in the world; ``None`` if it is no more."""
     found = _process_group(group)
-    return None if found is None else found.size()
+    return None if found is None else dist.get_process_group_ranks(found)
 
 
 def rank_in(group: str) -> int:

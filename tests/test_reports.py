@@ -92,6 +92,17 @@ def test_replicas_are_measured_too() -> None:
     assert sorted(place.size for place in costs.groups.values()) == [2, 4]
 
 
+@pytest.mark.parametrize(("replicas", "in_node"), [(2, {"shard": 8, "replica": 1}), (8, {"shard": 2, "replica": 4})])
+def test_process_groups_are_where_their_ranks_are(replicas: int, in_node: dict[str, int]) -> None:
+    """Of 16 ranks 8 share a node, so replicas of 8 shards talk between nodes, and of 2 within them too."""
+    with fake_world(16):
+        mesh = init_device_mesh("cpu", (replicas, 16 // replicas), mesh_dim_names=("replica", "shard"))
+        graphs = dict(graphs_of(fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh), torch.ones(3, WIDTH)))
+        places = cost_model([graphs["forward after"], graphs["backward after"]], "h100").groups.values()
+    found = {"replica" if place.size == replicas else "shard": place.in_node for place in places}
+    assert found == in_node
+
+
 def test_dumped_stages(tmp_path: Path) -> None:
     for rank in range(2):
         reports(rank, dump=str(tmp_path / "graphs"))
