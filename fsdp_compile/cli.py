@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from . import MixedPrecisionPolicy, torch_compat  # the package registers our backends
+from . import MixedPrecisionPolicy, plan_search, torch_compat  # the package registers our backends
 from .calibrate import MIB, calibrate
 from .factory import Factory, FactoryError, llama
 from .local_ranks import RankFailed, UsageError, leave, run_ranks
@@ -130,6 +130,7 @@ def _add_plan(commands: Any) -> None:
     add("--replicas", type=at_least(1), default=1, help="that hold the same shards (HSDP); default: %(default)s")
     add("--hardware", default="h100", help="a shipped profile or a file of calibrate's (default: %(default)s)")
     add("--memory", metavar="SIZE", help="that a device has, like 80GiB; more is called too much")
+    add("--search", action="store_true", help="try buckets, resharding and replicas, and say which to take")
     add("--trace", metavar="FILE", type=Path, help="also write a trace for Perfetto or about:tracing, .json")
     add("--bucket", default="module", help='"module", "auto", "none" or a size like 25MB (default: %(default)s)')
     add("--regather", choices=["auto"], help='"auto": keep what saves time unsharded until the backward')
@@ -213,6 +214,8 @@ def check_plan(args: argparse.Namespace) -> None:
             llama(args.factory, args.batch, args.seq)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if args.search and (args.trace or args.replicas > 1 or args.reshard is not None or args.bucket != "module"):
+        raise UsageError("--search chooses --bucket, --reshard and --replicas itself, and writes no --trace")
     if args.trace is not None and not os.access(args.trace.parent, os.W_OK):
         raise UsageError(f"cannot write to directory {args.trace.parent}")
     for ranks in args.world_size:
@@ -375,20 +378,36 @@ def run_calibrate(args: argparse.Namespace) -> int:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Plan for each number of ranks, and print the table; 1 if some plan does not fit.
+    """Plan for each number of ranks, or search for each, and print what comes out; 1 if for some nothing fits.
 
     Raises:
         UsageError: the model cannot be planned.
     """
     factory = load_factory(args.factory) if ":" in args.factory else llama(args.factory, args.batch, args.seq)
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32)
+    try:
+        return _search(args, factory, policy) if args.search else _plan(args, factory, policy)
+    except torch_compat.NOT_ONE_GRAPH as error:
+        raise UsageError(f"{args.factory} does not compile into one graph: {_in_one_line(error)}") from error
+
+
+def _search(args: argparse.Namespace, factory: Factory, policy: MixedPrecisionPolicy) -> int:
+    fits = True
+    for ranks in args.world_size:
+        tried = plan_search.settings(ranks, args.hardware)
+        planned = plan_search.plans(factory, ranks, args.config, tried, mp_policy=policy)
+        found = [*tqdm(planned, desc=f"{ranks} ranks", total=len(tried), unit="plan", disable=None, leave=False)]
+        print(plan_search.as_advice(found, args.memory), flush=True)
+        fits &= args.memory is None or any(plan.peak <= args.memory for _, plan in found)
+    return 0 if fits else 1
+
+
+def _plan(args: argparse.Namespace, factory: Factory, policy: MixedPrecisionPolicy) -> int:
     how = {"mp_policy": policy, "reshard_after_forward": args.reshard}
-    plans = []
-    for ranks in tqdm(args.world_size, desc="planning", unit="world", disable=None, leave=False):
-        try:
-            plans.append(make_plan(factory, ranks, args.config, args.replicas, **how))
-        except torch_compat.NOT_ONE_GRAPH as error:
-            raise UsageError(f"{args.factory} does not compile into one graph: {_in_one_line(error)}") from error
+    plans = [
+        make_plan(factory, ranks, args.config, args.replicas, **how)
+        for ranks in tqdm(args.world_size, desc="planning", unit="world", disable=None, leave=False)
+    ]
     print(f"{args.factory} on {args.hardware}, {args.dtype}, buckets: {args.bucket}")
     print(as_table(plans, args.memory), end="", flush=True)
     if args.trace is not None:
