@@ -31,12 +31,12 @@ def compiled(bucket: str | int) -> Make:
 
     def make(task: Task, config: PassConfig) -> Contestant:
         contestant = make_ours(task)
-        backend.configure(bucket=bucket, hardware=config.hardware)
         # On its own: graphs of another contestant would pass its guards.
         contestant.model = torch.compile(
             contestant.model, backend="fsdp_eager", fullgraph=True, isolate_recompiles=True
         )
-        contestant.forward_and_backward(contestant.batch())  # compiles, with what is configured now
+        with backend.configured(bucket=bucket, hardware=config.hardware):
+            contestant.forward_and_backward(contestant.batch())  # compiles
         contestant.optimizer.zero_grad()
         return contestant
 

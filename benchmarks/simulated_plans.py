@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
@@ -219,13 +220,14 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
     auto, unlimited, module, eager = (by_name[name] for name in (*OURS, EAGER))
     opponents = [row for row in rows if row.plan not in OURS]
     fastest = min(opponents, key=lambda row: row.step)
+    no_worse = partial(_verdict, goal=OPPONENTS_GOAL)
     return [
         _verdict("auto without a memory bound, to the bound", unlimited.ratio, TIME_GOAL),
         _verdict("auto at the eager order's peak, to the bound", auto.ratio, MEMORY_GOAL),
-        *(_verdict(f"peak of {row.plan}, to the eager order's", row.peak / eager.peak, 1) for row in (auto, module)),
-        _verdict("step of auto, to module's", auto.step / module.step, OPPONENTS_GOAL),
+        *(no_worse(f"peak of {row.plan}, to the eager order's", row.peak / eager.peak) for row in (auto, module)),
+        no_worse("step of auto, to module's", auto.step / module.step),
         *(
-            _verdict(f"step of {row.plan}, to the fastest opponent's ({fastest.plan})", row.step / fastest.step, 1)
+            no_worse(f"step of {row.plan}, to the fastest opponent's ({fastest.plan})", row.step / fastest.step)
             for row in (auto, module)
         ),
         _verdict("collectives of module, for each group", max(module.collectives) / module.groups, COLLECTIVES_GOAL),

@@ -48,6 +48,17 @@ def configuration() -> passes.PassConfig:
 
 
 @contextmanager
+def configured(**choices: Any) -> Iterator[None]:
+    """Inside, the passes run with these choices; afterwards as before, however the choices were changed."""
+    before = configuration()
+    try:
+        configure(**choices)
+        yield
+    finally:
+        _context.config = before
+
+
+@contextmanager
 def observed(observer: passes.Observer) -> Iterator[list[passes.Report]]:
     """Show every graph to ``observer`` (its stage, the graph), before and after the passes, while inside; for tests.
 
@@ -126,9 +137,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
 
 def _cache_key() -> bytes:
     """What a compiled graph depends on beside its own text, as keys of compile caches need it."""
-    return (
-        _context.config.digest() + passes.tag_digest(torch_compat.nodes_of_trace()) + torch_compat.transports().encode()
-    )
+    tags = passes.tag_digest(torch_compat.nodes_of_trace())
+    return configuration().digest() + tags + torch_compat.transports().encode()
 
 
 _joint_pass = JointPass()

@@ -54,14 +54,9 @@ class Parser(argparse.ArgumentParser):
 
 def main() -> None:
     args = parse_arguments()
-    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     try:
         args.check(args)
-        if args.command == "plan":
-            sys.exit(run_plan(args))
-        if not under_torchrun:
-            check_devices(args.nproc)
-        run_under_torchrun(args) if under_torchrun else sys.exit(run_on_local_ranks(args))
+        sys.exit(args.start(args))
     except UsageError as error:
         _fail_alike(str(error))
     except FactoryError as error:
@@ -98,7 +93,7 @@ def _add_parity(commands: Any) -> None:
         "what the model is called with: a tuple, a dict of keyword arguments or one tensor. Exits with 0 if all is "
         "equal, 1 if not.",
     )
-    parser.set_defaults(check=check_parity, run=run_parity)
+    parser.set_defaults(check=check_parity, start=on_ranks, run=run_parity)
     add = parser.add_argument
     add(
         "factory",
@@ -123,7 +118,7 @@ def _add_plan(commands: Any) -> None:
         "of a step, what communication is exposed, and what fills the memory, beside what no plan can beat. Needs no "
         "GPU and no memory for the model.",
     )
-    parser.set_defaults(check=check_plan)
+    parser.set_defaults(check=check_plan, start=run_plan)
     add = parser.add_argument
     add("factory", metavar="MODULE:FACTORY", help=f"as for parity, or one of {', '.join(SIZES)}")
     add("--world-size", type=at_least_each(2), default=[8], metavar="N[,N...]", help="ranks (default: 8)")
@@ -149,7 +144,7 @@ def _add_calibrate(commands: Any) -> None:
         "hardware profile that the cost model reads. Under torchrun on several nodes, links within and between nodes "
         "are told apart.",
     )
-    parser.set_defaults(check=check_calibrate, run=run_calibrate)
+    parser.set_defaults(check=check_calibrate, start=on_ranks, run=run_calibrate)
     add = parser.add_argument
     add("file", metavar="FILE", type=Path, help="to write: .toml or .json")
     add("--name", help="of the profile (default: that of the file)")
@@ -302,6 +297,18 @@ def _import_file(path: Path) -> ModuleType:
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def on_ranks(args: argparse.Namespace) -> int:
+    """Run on torchrun's ranks, or on some of this machine; returns the exit code.
+
+    Raises:
+        RankFailed, UsageError: some rank raised or died; ranks do not have a device each.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        run_under_torchrun(args)
+    check_devices(args.nproc)
+    return run_on_local_ranks(args)
 
 
 def run_under_torchrun(args: argparse.Namespace) -> NoReturn:

@@ -5,7 +5,7 @@
     free(unsharded ...)      nothing; from here on none of them holds data
 
 Before the passes run, ``lowering`` writes each out into the collectives, or the ``resize_``, of each parameter. Where
-none of our passes run, the first two run as they are, and nothing is freed: the backward would not gather again.
+none of our passes run, the first two run as they are, and the third is not traced: the backward would not gather again.
 Results never share memory with arguments, so these are for parameters that some collective or cast gives memory of its
 own.
 """

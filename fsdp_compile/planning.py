@@ -11,8 +11,6 @@ equal graphs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,7 +94,7 @@ def make_plan(
     if world_size < 2 or replicas < 1 or world_size % replicas or world_size == replicas:
         raise ValueError(f"{world_size} ranks do not divide into {replicas} replicas of two shards or more")
     config = replace(config or PassConfig(), hardware=(config and config.hardware) or "h100")
-    with torch_compat.imaginary_world(world_size), _configured(config):
+    with torch_compat.imaginary_world(world_size), backend.configured(**vars(config)):
         if replicas > 1:
             mesh = init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=("replica", "shard"))
             how = {"mesh": mesh, **how}
@@ -118,22 +116,13 @@ def _trace(model: nn.Module, batch: Any) -> dict[str, Graph]:
     with backend.observed(lambda stage, graph: stages.update({stage: copy_graph(graph)})), torch_compat.fake_tensors():
         model.to_empty(device="cpu")
         args, kwargs = arguments(batch, torch.device("cpu"))
-        loss_of(torch.compile(model, backend="fsdp_eager", fullgraph=True)(*args, **kwargs)).backward()
+        try:
+            loss_of(torch.compile(model, backend="fsdp_eager", fullgraph=True)(*args, **kwargs)).backward()
+        finally:
+            torch.compiler.reset()
     if "forward after" not in stages:
         raise FactoryError("no parameter of the factory's model gets a gradient")
     return stages
-
-
-@contextmanager
-def _configured(config: PassConfig) -> Iterator[None]:
-    """Inside, passes run as ``config`` says."""
-    before = backend.configuration()
-    backend.configure(**vars(config))
-    try:
-        yield
-    finally:
-        backend.configure(**vars(before))
-        torch.compiler.reset()
 
 
 def _optimizer_bytes(model: nn.Module) -> int:

@@ -43,8 +43,6 @@ How long a graph takes: ``hardware`` (what a machine can do) with ``alpha_beta``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch.fx import Graph
 
 from .accumulate import accumulate
@@ -67,7 +65,7 @@ from .result import Result, evaluate, readable_size
 from .schedule import schedule
 from .simulate import Timeline, simulate
 from .skeleton import print_skeleton
-from .stages import run_stage
+from .stages import Parts, run_stage
 from .torch_compat import RESIZE, copy_graph, copy_node, is_alias
 
 __all__ = [
@@ -145,7 +143,7 @@ def run_inference(graph: Graph, context: PassContext) -> None:
     _plan(parts, context)
 
 
-def _plan(parts: Mapping[str, Graph], context: PassContext) -> None:
+def _plan(parts: Parts, context: PassContext) -> None:
     """Run the passes that decide what is moved together, when, and with which copies."""
     graphs = [*parts.values()]
     config, budget = decide(graphs, context.config)
@@ -158,6 +156,6 @@ def _plan(parts: Mapping[str, Graph], context: PassContext) -> None:
     run_stage(8, parts, context, lambda: [for_gloo(graph, context) for graph in graphs])
 
 
-def _show(when: str, parts: Mapping[str, Graph], context: PassContext) -> None:
+def _show(when: str, parts: Parts, context: PassContext) -> None:
     for name, graph in parts.items():
         context.observe(f"{name} {when}", graph)

@@ -37,11 +37,11 @@ aten = torch.ops.aten
 def bucket(graph: Graph, context: PassContext, free: Free | None = None) -> Report:
     """Merge collectives as the configuration says: for each group and each time its module runs, or across groups.
 
-    Only collectives on one process group are merged, and reductions only if of one kind and dtype. A bucket of gathers
-    of several dtypes needs a transport that moves each tensor for itself, as NCCL does in one launch; gloo, which mixes
-    them up without an error, gets them apart from ``for_gloo``. A bucket of gathers takes the place
-    of its first member, a bucket of reductions that of its last. Members of which one is computed from another stay
-    apart, and so do gathers of what compute must run for first.
+    Only collectives on one process group are merged, and reductions only if of one kind and dtype. Gathers of several
+    dtypes need a transport that moves each tensor for itself, as NCCL does in one launch; gloo, which mixes them up
+    without an error, gets them apart from ``for_gloo``. A bucket of gathers takes the place of its first member, a
+    bucket of reductions that of its last. Members of which one is computed from another stay apart, and so do gathers
+    of what compute must run for first, and those of one parameter.
 
     Args:
         graph: forward or backward graph, or a graph without backward; not a joint graph, whose gathers must stay apart
@@ -84,12 +84,15 @@ def _split(candidates: list[Collective]) -> tuple[list[Collective], list[Collect
     starts = {candidate.start: candidate for candidate in candidates}
     first = node = candidates[0].start
     behind: set[Node] = set()  # members, and what is computed from them
+    moved: set[tuple[int, str]] = set()  # a module that runs twice may be gathered twice, but not by one launch
     while len(part) + len(rest) < len(candidates):
         needs_a_member = not behind.isdisjoint(node.all_input_nodes)
         if node in starts:
-            joins = not needs_a_member and _can_be_launched_at(first, starts[node])
+            again = not moved.isdisjoint(starts[node].tag.parameters)
+            joins = not (needs_a_member or again) and _can_be_launched_at(first, starts[node])
             (part if joins else rest).append(starts[node])
             needs_a_member |= joins
+            moved.update(starts[node].tag.parameters if joins else ())
         if needs_a_member:
             behind.add(node)
         node = node.next

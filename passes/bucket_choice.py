@@ -12,7 +12,6 @@ from .bucket_timeline import fastest
 from .context import PassConfig
 from .graph_view import Collective, all_reduces, gathers, reductions, whole_bytes
 from .machine import cost_model
-from .torch_compat import real_tensors
 
 
 def choose(graph: Graph, config: PassConfig, free: Free | None = None) -> Iterator[list[Collective]]:
@@ -62,10 +61,9 @@ def _automatic(graph: Graph, config: PassConfig, free: Free | None) -> Chosen:
         return
     costs = cost_model([graph], config.hardware)
     part = {node: size / len(together) for node, size in free.items()} if free is not None else None
-    with real_tensors():
-        times, end = clock(graph, costs)
-        queues = [queue_of(members, times, end, costs, part) for members in together]
-        yield from zip(together, fastest(queues), strict=True)
+    times, end = clock(graph, costs)
+    queues = [queue_of(members, times, end, costs, part) for members in together]
+    yield from zip(together, fastest(queues), strict=True)
 
 
 def _as_reduced(graph: Graph) -> Iterator[list[Collective]]:

@@ -57,18 +57,17 @@ class Load:
         compute: seconds before the first use, between it and the next, and so on, and from the last to the end; one
             more than ``sizes``. Of reductions: before the first gradient is there, between it and the next, and so on.
         room: bytes that are free in each of these stretches; infinity for no limit.
-        held: bytes of memory that each takes; by default its size.
+        held: bytes of memory that each takes.
     """
 
     sizes: Sequence[int]
     compute: Sequence[float]
     room: Sequence[float]
-    held: Sequence[int] | None = None
+    held: Sequence[int]
 
     def reversed(self) -> Load:
         """With time running backwards."""
-        held = self.held[::-1] if self.held is not None else None
-        return Load(self.sizes[::-1], self.compute[::-1], self.room[::-1], held)
+        return Load(self.sizes[::-1], self.compute[::-1], self.room[::-1], self.held[::-1])
 
     @cached_property
     def bytes(self) -> Integers:
@@ -87,7 +86,7 @@ class Load:
         -1 where it may be launched at once; shape (sizes + 1,). In no stretch from there on may it and what is launched
         before it take more than is free.
         """
-        before = np.concatenate([[0], np.cumsum(self.held if self.held is not None else self.sizes, dtype=np.int64)])
+        before = np.concatenate([[0], np.cumsum(self.held, dtype=np.int64)])
         # Held before use q by buckets up to j: before[j] - before[q]. So the last q counts whose limit is too low.
         limit = before[:-1] + np.array(self.room[:-1], dtype=np.float64)
         found = np.full(len(before), -1)

@@ -48,7 +48,8 @@ def fastest(queues: Sequence[Queue]) -> list[list[range]]:
     For each sequence by itself ``bucket_plan`` finds the best, but others keep its lane busy. So gathers and reductions
     are planned as if their lanes were slower, by each of some factors, and all pairs of such plans are timed together.
     The slower a lane, the fewer and larger the buckets, and the earlier what is needed first. This is no proof, but of
-    300 small random cases, each against all the choices there are, the mean is 0.03 % off the best, the worst 3.6 %.
+    300 small random cases of gathers and reductions on one lane, without a limit of memory, each against all choices
+    that there are, the mean is less than 0.1 % off the best, and the worst less than 5 %.
     """
     plans = [[_plan(queue, slower) for slower in SLOWER] for queue in queues]
     choices = [

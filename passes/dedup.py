@@ -13,8 +13,8 @@ The data then stay from one run to the next, which must not take more memory tha
 - the one before it in order of use. FSDP2's eager order, where ``schedule`` starts and from where it moves launches to
   earlier places only, launches a gather while what the one before it has brought is read, so both are there at once;
 - or one whose data are saved for the backward and there to the end;
-- or, with a budget (the user's, or that of "auto"), one whose data are still read after the launch that is dropped;
-  then only these two.
+- or, with a budget (the user's, or that of "auto") or without ``schedule``, one whose data are still read after the
+  launch that is dropped; then only these two.
 
 Without a budget that does not depend on the sizes of activations, so all ranks drop the same gathers whatever they have
 traced.
@@ -31,7 +31,7 @@ from torch.fx.node import map_arg
 
 from .bucket_load import first_use
 from .context import PassContext, Report, Traffic
-from .graph_view import UNSHARD, Collective, GatheredParam, alias_root, aliases_of, gathers, gathers_repeat, tag_of
+from .graph_view import UNSHARD, Collective, GatheredParam, alias_root, aliases_of, gathers, gathers_repeat, phase_of
 from .torch_compat import is_mutating
 
 
@@ -40,15 +40,17 @@ def dedup(graph: Graph, context: PassContext) -> Report:
 
     Args:
         graph: forward or backward graph, or a graph without backward, after ``schedule``.
-        context: shared by the passes; its configuration says whether the user has set a budget.
+        context: shared by the passes; its configuration says whether there is a budget, and a schedule.
     """
     before = Traffic.of(graph)
     dropped = 0
     if gathers_repeat(graph):
-        by_sizes = context.config.memory_budget is not None
+        like_eager = context.config.schedule and context.config.memory_budget is None
         kept: list[Brought] = []
         for later in _brought(graph):
-            earlier = next((each for each in reversed(kept) if _may_go(later, each, each is kept[-1], by_sizes)), None)
+            earlier = next(
+                (each for each in reversed(kept) if _may_go(later, each, each is kept[-1], like_eager)), None
+            )
             if earlier is None:
                 kept.append(later)
             else:
@@ -103,7 +105,7 @@ def _brought(graph: Graph) -> list[Brought]:
 
 def _expression(node: Node, reader: Node, writes: Sequence[Node]) -> Hashable:
     """How transitions compute ``node``, from what, and how often that was written to before ``reader`` reads it."""
-    if node.op != "call_function" or not _unshards(node):
+    if node.op != "call_function" or phase_of(node) != UNSHARD:
         memory, changes = alias_root(node), [write for write in writes if write < reader]
         return node, sum(memory in map(alias_root, write.all_input_nodes) for write in changes)
 
@@ -113,19 +115,14 @@ def _expression(node: Node, reader: Node, writes: Sequence[Node]) -> Hashable:
     return node.target, map_arg(node.args, read), map_arg(node.kwargs, read)
 
 
-def _unshards(node: Node) -> bool:
-    tag = tag_of(node)
-    return tag is not None and tag.phase == UNSHARD
-
-
-def _may_go(later: Brought, earlier: Brought, adjacent: bool, by_sizes: bool) -> bool:
+def _may_go(later: Brought, earlier: Brought, adjacent: bool, like_eager: bool) -> bool:
     """Whether ``later`` may be dropped because ``earlier`` brings the same and may stay."""
     if not later.is_in(earlier):
         return False
     lasts = earlier.last_uses(later.params)
     if all(last.op == "output" for last in lasts):
         return True
-    return later.gather.start < min(lasts) if by_sizes else adjacent
+    return adjacent if like_eager else later.gather.start < min(lasts)
 
 
 # -- dropping ---------------------------------------------------------------------------------------------------------
@@ -147,7 +144,7 @@ def _use_instead(graph: Graph, later: Brought, earlier: Brought) -> None:
 def _share_what_is_made(graph: Graph, source: Node) -> None:
     """Have transitions make of ``source`` everything once."""
     made: dict[Hashable, Node] = {}
-    for user in sorted(user for user in source.users if _unshards(user)):
+    for user in sorted(user for user in source.users if phase_of(user) == UNSHARD):
         first = made.setdefault((user.target, user.args, tuple(user.kwargs.items())), user)
         if first is not user:
             user.replace_all_uses_with(first)

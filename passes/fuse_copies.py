@@ -29,7 +29,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .context import PassContext, Report, Traffic
-from .graph_view import COPIES, Collective, all_reduces, gathers, reductions, set_tag, tag_of
+from .graph_view import Collective, all_reduces, converts, copy_tag, gathers, reductions, set_tag, tag_of
 from .operators import PACK
 from .torch_compat import emit, update_result
 
@@ -56,10 +56,9 @@ def fuse_copies(graph: Graph, context: PassContext) -> Report:
 
 def _is_cast(node: Any) -> bool:
     """Whether the node, of a transition, changes nothing but the dtype."""
-    if not isinstance(node, Node) or node.target not in COPIES or tag_of(node) is None:
+    if not isinstance(node, Node) or not converts(node) or tag_of(node) is None:
         return False
-    before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
-    return bool(before.dtype != after.dtype and before.device == after.device)
+    return bool(node.all_input_nodes[0].meta["val"].device == node.meta["val"].device)
 
 
 def _is_division(node: Any) -> bool:
@@ -107,10 +106,7 @@ def _pack_casts(gather: Collective, casts: list[Node]) -> None:
     for node in (packed, split):
         set_tag(node, gather.tag)
     for cast, *made in zip(casts, items, parts, strict=True):
-        tag = tag_of(cast)
-        assert tag is not None
-        for node in made:
-            set_tag(node, tag)
+        copy_tag(cast, *made)
         cast.replace_all_uses_with(made[-1])
         graph.erase_node(cast)
 
@@ -180,10 +176,8 @@ def _pack_gradients(reduction: Collective) -> bool:
 def _padded(graph: Graph, member: Prepared) -> Node:
     node = member.gradient
     for pad in member.pads:
-        tag = tag_of(pad)
         node = emit(graph, PAD, node, *pad.args[1:])
-        assert tag is not None
-        set_tag(node, tag)
+        copy_tag(pad, node)
     return node
 
 
@@ -204,9 +198,7 @@ def _conversions(split: Node) -> Iterator[Node]:
         with graph.inserting_before(split):
             whole = graph.call_function(first.target, (split.args[0], *first.args[1:]), first.kwargs)  # type: ignore[arg-type]
         update_result(whole)
-        tag = tag_of(split)
-        assert tag is not None
-        set_tag(whole, tag)
+        copy_tag(split, whole)
         split.replace_input_with(split.args[0], whole)  # type: ignore[arg-type]
         for step in steps:
             step.replace_all_uses_with(step.args[0])  # type: ignore[arg-type]

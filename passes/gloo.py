@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 
 from .bucket import already_packed
 from .context import PassContext, Report, Traffic
+from .data_flow import tensors_of
 from .graph_view import (
     ALL_REDUCE_INTO,
     GATHER_MANY,
@@ -31,6 +32,7 @@ from .graph_view import (
     Tag,
     alias_root,
     aliases_of,
+    copy_tag,
     data_bytes,
     process_group_of,
     set_tag,
@@ -62,13 +64,8 @@ def for_gloo(graph: Graph, context: PassContext) -> Report:
     return Report("for_gloo", len(changed), before, Traffic.of(graph))
 
 
-def _results(start: Node) -> list[torch.Tensor]:
-    result = start.meta["val"]
-    return list(result) if isinstance(result, (list, tuple)) else [result]
-
-
 def _may_change(start: Node) -> bool:
-    results = _results(start)
+    results = tensors_of(start)
     static = all(isinstance(size, int) for result in results for size in result.shape)
     outputs = [*start.users] if start.target is GATHER_MANY else [start]
     waited = all([user.target for user in output.users] == [WAIT] for output in outputs)
@@ -97,7 +94,7 @@ def _set_tag(tag: Tag | None, *nodes: Node) -> None:
 def _send_one(start: Node) -> None:
     with start.graph.inserting_before(start):
         launch = emit(start.graph, GATHER, *start.args)
-    _set_tag(tag_of(start), launch)
+    copy_tag(start, launch)
     start.replace_all_uses_with(launch)
     start.graph.erase_node(start)
 
@@ -128,7 +125,7 @@ def _together(start: Node) -> list[list[int]]:
 
 def _send(start: Node, members: list[int], before: Node) -> list[Node]:
     """Gather ``members`` of what ``start`` gathers, and wait for it right ``before``; what each brings."""
-    graph, shapes = start.graph, [list(_results(start)[index].shape) for index in members]
+    graph, shapes = start.graph, [list(tensors_of(start)[index].shape) for index in members]
     tag = tag_of(start)
     tag = tag and tag.only(members)
     inputs = [cast(list[Node], start.args[0])[index] for index in members]
@@ -164,7 +161,7 @@ def _reduce_in_place(start: Node) -> None:
     with graph.inserting_before(old):
         wait = emit(graph, WAIT, launch, result=launch.meta["val"])
         part = emit(graph, OWN_PART, wait, ranks, group, result=start.meta["val"])
-    _set_tag(tag_of(start), launch, wait, part)
+    copy_tag(start, launch, wait, part)
     old.replace_all_uses_with(part)
     for node in (old, start):
         graph.erase_node(node)

@@ -36,10 +36,21 @@ REDUCTIONS = (REDUCE_SCATTER,)
 ALL_REDUCE_INTO = c10d.all_reduce_.default  # what is reduced takes the result
 ALL_REDUCES = (c10d.all_reduce.default, ALL_REDUCE_INTO)  # of gradients that are reduced over the shard ranks already
 WAIT = c10d.wait_tensor.default
-KINDS = {
-    **dict.fromkeys(GATHERS, "all_gather"),
-    **dict.fromkeys(REDUCTIONS, "reduce_scatter"),
-    **dict.fromkeys(ALL_REDUCES, "all_reduce"),
+KINDS: dict[Any, str] = {  # of collectives
+    c10d.all_gather_into_tensor: "all_gather",
+    c10d.all_gather_into_tensor_out: "all_gather",
+    c10d.all_gather_into_tensor_coalesced: "all_gather",
+    GATHER.overloadpacket: "all_gather",
+    c10d.reduce_scatter_tensor: "reduce_scatter",
+    c10d.reduce_scatter_tensor_out: "reduce_scatter",
+    c10d.reduce_scatter_tensor_coalesced: "reduce_scatter",
+    c10d.all_reduce: "all_reduce",
+    c10d.all_reduce_: "all_reduce",
+    c10d.all_reduce_coalesced: "all_reduce",
+    c10d.all_reduce_coalesced_: "all_reduce",
+    c10d.all_to_all_single: "all_to_all",
+    c10d.broadcast: "broadcast",
+    c10d.broadcast_: "broadcast",
 }
 
 UNSHARD, RESHARD, REDUCE = "unshard", "reshard", "reduce"  # the phases
@@ -118,6 +129,14 @@ def phase_of(node: Node) -> str | None:
 def set_tag(node: Node, tag: Tag) -> None:
     """Tag a node that a pass made."""
     node.meta["custom"] = {**node.meta.get("custom", {}), "fsdp": tag.as_meta()}
+
+
+def copy_tag(source: Node, *nodes: Node) -> None:
+    """Tag nodes that a pass made like ``source``, if that is tagged."""
+    tag = tag_of(source)
+    if tag is not None:
+        for node in nodes:
+            set_tag(node, tag)
 
 
 @dataclass(frozen=True)
@@ -248,9 +267,14 @@ def launch_of(wait: Node) -> Node | None:
 
 
 def kind_of(start: Node) -> str:
-    """ "all_gather", "reduce_scatter", "all_reduce", or the operator's name."""
+    """ "all_gather", "reduce_scatter", "all_reduce" and the like, or the operator's name."""
     target: Any = start.target
-    return KINDS.get(target) or target.__name__.split(".")[0]
+    return known_kind(start) or target.__name__.split(".")[0]
+
+
+def known_kind(node: Node) -> str | None:
+    """The kind of a collective that costs are known of; ``None`` for all else."""
+    return KINDS.get(getattr(node.target, "overloadpacket", None))
 
 
 def process_group_of(start: Node) -> str:

@@ -15,7 +15,9 @@ forward frees first is read last, so these intervals lie in one another around t
 the next, and between their ends, the groups kept so far must fit into what is free. Hence this knapsack problem has an
 exact solution by going from the outermost group to the innermost, with all sums of bytes and time that no other sum
 beats in both: a Pareto front (Nemhauser and Ullmann, "Discrete Dynamic Programming and Capital Allocation", 1969). Of
-the choices that buy most it takes the one with the fewest bytes.
+the choices that buy most it takes the one with the fewest bytes. So that the front stays short, bytes are counted in
+thousandths of the largest room, rounded up. What is kept then fits, and buys no less than the best for rooms that are
+smaller by a thousandth for each group and one more.
 
 Bytes are those of the joint graph, in which all that the backward reads is saved; a partitioner that computes some of
 it again leaves more room than is used here.
@@ -46,6 +48,8 @@ from .graph_view import (
 )
 from .machine import cost_model
 from .memory import live_bytes
+
+UNITS = 1000  # that the largest room is counted in
 
 
 @dataclass(frozen=True)
@@ -103,14 +107,18 @@ def frees_to_drop(graph: Graph, config: PassConfig, frees: Collection[Node]) -> 
 
 
 def best(items: Sequence[Item], most_seconds: int) -> tuple[int, ...]:
-    """Indices of those to keep: no others buy more time, counted up to ``most_seconds``, or as much in fewer bytes."""
+    """Indices of those to keep: no others buy more time, counted up to ``most_seconds``, or as much in fewer bytes.
+
+    Where a room is larger than ``UNITS`` bytes, that is so but for the rounding; see the head of this module.
+    """
+    unit = max(1, max((item.room for item in items), default=0) // UNITS)
     front: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]  # bytes rise, and so does the time
     for index, item in enumerate(items):
         with_it = [
-            (taken + item.bytes, min(won + item.seconds, max(most_seconds, 0)), (*kept, index))
+            (taken + -(-item.bytes // unit), min(won + item.seconds, max(most_seconds, 0)), (*kept, index))
             for taken, won, kept in front
         ]
-        fits = [each for each in (*front, *with_it) if each[0] <= max(item.room, 0)]
+        fits = [each for each in (*front, *with_it) if each[0] <= max(item.room // unit, 0)]
         front = []
         for each in sorted(fits, key=lambda state: (state[0], -state[1])):
             if not front or each[1] > front[-1][1]:

@@ -1,8 +1,9 @@
 """Decides what is moved together, and when: ``bucket`` and ``schedule`` as the configuration says.
 
-"auto" is tried on copies of the graphs, and so are the buckets of "module": both within the memory that FSDP2's eager
-order takes in the buckets of "module", or a budget of the user's. The one that is faster in the simulation is done. So
-"auto" is never slower than "module" in the model of ``simulate``, and takes no more memory than the eager order.
+"auto" is tried on copies of the graphs, and so are the buckets of "module", both with all that the later passes do and
+in the same memory: a budget of the user's, or what FSDP2's eager order takes in the buckets of "module". The one that
+keeps to it, and then the one that is faster in the simulation, is done. So where both fit, "auto" is never slower in
+the model of ``simulate`` than the buckets of "module" are in that memory.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch.fx import Graph
 from .bucket import bucket
 from .bucket_load import Free
 from .context import PassConfig, PassContext, Report
+from .dedup import dedup
+from .fuse_copies import fuse_copies
 from .machine import cost_model
 from .memory import live_bytes
 from .schedule import eager_peak, schedule
@@ -32,20 +35,14 @@ def decide(graphs: Sequence[Graph], config: PassConfig) -> tuple[PassConfig, int
     Raises:
         ValueError: the hardware profile of the configuration cannot be read any more.
     """
-    if config.bucket == "module":
+    is_settled = config.memory_budget is not None or not config.schedule
+    if config.bucket == "module" or (config.bucket != "auto" and is_settled):
         return config, None
-    of_modules = [copy_to_try(graph) for graph in graphs]
-    merge(of_modules, replace(config, bucket="module"))
-    eager = eager_peak(of_modules)
+    eager = _eager_peak(graphs, config)
     if config.bucket != "auto":
         return config, eager
     config = replace(config, memory_budget=eager if config.memory_budget is None else config.memory_budget)
-    across = [copy_to_try(graph) for graph in graphs]
-    merge(across, config)
-    for tried in (across, of_modules):
-        order(tried, config)
-    slower = _cost(of_modules, config) < _cost(across, config)
-    return (replace(config, bucket="module") if slower else config), None
+    return min(config, replace(config, bucket="module"), key=lambda choice: _cost(graphs, choice)), None
 
 
 def merge(graphs: Sequence[Graph], config: PassConfig) -> list[Report]:
@@ -55,21 +52,34 @@ def merge(graphs: Sequence[Graph], config: PassConfig) -> list[Report]:
 
 
 def order(graphs: Sequence[Graph], config: PassConfig, default_budget: int | None = None) -> list[Report]:
-    """Run ``schedule``, if it is to run."""
-    return schedule(graphs, PassContext(config), default_budget) if config.schedule else []
+    """Run ``schedule``."""
+    return schedule(graphs, PassContext(config), default_budget)
+
+
+def _eager_peak(graphs: Sequence[Graph], config: PassConfig) -> int:
+    tried = [copy_to_try(graph) for graph in graphs]
+    merge(tried, replace(config, bucket="module"))
+    return eager_peak(tried)
 
 
 def _free(graphs: Sequence[Graph], config: PassConfig) -> list[Free | None]:
     """What the graphs leave of the budget as they are, where buckets depend on it."""
     budget = config.memory_budget
-    if config.bucket != "auto" or budget is None:
+    if config.bucket != "auto":
         return [None] * len(graphs)
+    assert budget is not None, "``decide`` has set one"
     live = iter(live_bytes(graphs))
     return [{node: budget - next(live) for node in graph.nodes} for graph in graphs]
 
 
 def _cost(graphs: Sequence[Graph], config: PassConfig) -> tuple[bool, float]:
-    """How long they take in the simulation; what takes more memory than its budget comes last."""
-    costs = cost_model(graphs, config.hardware)
+    """How long copies take in the simulation, once all is done; what takes more memory than its budget comes last."""
+    tried = [copy_to_try(graph) for graph in graphs]
+    merge(tried, config)
+    if config.schedule:
+        order(tried, config)
+    for graph in tried:
+        dedup(graph, PassContext(config))
+        fuse_copies(graph, PassContext(config))
     assert config.memory_budget is not None
-    return max(live_bytes(graphs)) > config.memory_budget, simulate(graphs, costs).seconds
+    return max(live_bytes(tried)) > config.memory_budget, simulate(tried, cost_model(tried, config.hardware)).seconds

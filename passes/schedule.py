@@ -4,8 +4,8 @@
     after:   gather a ─ gather b ─ wait a ─ mm ─ wait b ─ mm ─ reduce b ─ mm ─ reduce a ─ wait b ─ wait a
 
 Compute keeps its order. A gather's wait stands right before the first node that reads what it brings, and gathers are
-launched in the order of these waits. A reduction is launched where its gradients are ready. What is left to choose, in
-three steps, each within the budget of memory:
+launched in the order of these waits. A reduction is launched where its gradients are ready. What is left to choose,
+within the budget of memory; the last two steps for one graph after the other, as what the first takes the next lacks:
 
 1. The order in which FSDP2 runs eagerly: each gather is launched when the one before it is waited for, each reduction
    waited for when the next is launched. If that takes too much memory, each reduction is waited for at once, and a
@@ -13,7 +13,7 @@ three steps, each within the budget of memory:
 2. Each reduction is waited for as late as there is room: before the first node that reads the result, at the end
    otherwise; where an all-reduce follows, before the next reduction is launched.
 3. Each gather is launched as early as there is room, but not ahead of a reduction that is waited for sooner than it;
-   without a budget of the user's, not ahead of any collective that the eager order launches before it.
+   without a budget in the configuration, not ahead of any collective that the eager order launches before it.
 
 No step makes any graph slower, whatever it costs, as a process group takes collectives in the order of their launches:
 an earlier launch or a later wait delays nothing by itself; a gather that overtakes a reduction delays it, but when that

@@ -110,7 +110,12 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Event:
-    """A bar of a timeline drawing: a collective, or one node of compute. Seconds since the step's start."""
+    """A bar of a timeline drawing: a collective, or one node of compute. Seconds since the step's start.
+
+    Attributes:
+        exposed: seconds that compute stands still for it.
+        reason: why.
+    """
 
     name: str
     lane: str
@@ -119,6 +124,8 @@ class Event:
     bytes: int
     begin: float
     end: float
+    exposed: float = 0.0
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -168,7 +175,8 @@ class Timeline:
                 yield Event(node.name, COMPUTE, "", (), 0, begin, end)
         for each in self.transfers:
             group, params = (each.tag.name, each.tag.params) if each.tag else ("", ())
-            yield Event(each.title, each.lane, group, params, each.bytes, each.begin, each.end)
+            moved = group, params, each.bytes
+            yield Event(each.title, each.lane, *moved, each.begin, each.end, each.exposed, each.reason)
 
 
 def simulate(graphs: Sequence[Graph], costs: Costs) -> Timeline:

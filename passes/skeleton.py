@@ -11,7 +11,7 @@ from collections import Counter
 import torch
 from torch.fx import Graph, Node
 
-from .graph_view import COPIES, KINDS, WAIT, Collective, Tag, tag_of
+from .graph_view import COPIES, WAIT, Collective, Tag, known_kind, tag_of
 from .torch_compat import RESIZE, is_alias
 
 DTYPES = {"torch.float32": "f32", "torch.bfloat16": "bf16", "torch.float16": "f16", "torch.float64": "f64"}
@@ -52,9 +52,9 @@ def _line(node: Node, numbers: dict[Node, int]) -> tuple[str, str] | None:
     if node.op != "call_function":
         return None
     tag = tag_of(node)
-    if node.target in KINDS:
+    kind = known_kind(node)
+    if kind is not None:
         numbers[node] = len(numbers)
-        kind = KINDS[node.target]
         return f"{kind} #{numbers[node]}", _describe(Collective(tag, node)) if tag else "untagged"
     if node.target is WAIT:
         start = node.all_input_nodes[0]

@@ -14,7 +14,7 @@ from .machine import cost_model
 from .memory import MemoryProfile
 from .simulate import simulate
 from .skeleton import print_skeleton
-from .torch_compat import name_of_compile, real_tensors
+from .torch_compat import name_of_compile
 
 Parts = Mapping[str, Graph]  # by name, in the order in which they run
 
@@ -40,9 +40,8 @@ def effect_of(parts: Parts, config: PassConfig) -> Effect | None:
     if not config.measure:
         return None
     graphs = [*parts.values()]
-    with real_tensors():
-        timeline = simulate(graphs, cost_model(graphs, config.hardware))
-        return Effect(timeline.exposed_seconds, MemoryProfile.of(graphs).peak)
+    timeline = simulate(graphs, cost_model(graphs, config.hardware))
+    return Effect(timeline.exposed_seconds, MemoryProfile.of(graphs).peak)
 
 
 def _dump(stage: str, parts: Parts, reports: list[Report], directory: Path) -> None:

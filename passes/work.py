@@ -23,28 +23,10 @@ from torch.utils.flop_counter import flop_registry
 
 from .data_flow import DataFlow, Size, data_flow, shape_of, tensors_of
 from .fusion import is_free, kernels, moves_between_devices
-from .graph_view import GATHERS, UNSHARD, gathers, made_by, process_group_of, reductions
-from .operators import GATHER
-from .torch_compat import as_expression, c10d, is_mutating
+from .graph_view import GATHERS, UNSHARD, gathers, known_kind, made_by, process_group_of, reductions
+from .torch_compat import as_expression, is_mutating
 
 aten = torch.ops.aten
-
-KINDS: dict[Any, str] = {
-    c10d.all_gather_into_tensor: "all_gather",
-    c10d.all_gather_into_tensor_out: "all_gather",
-    c10d.all_gather_into_tensor_coalesced: "all_gather",
-    GATHER.overloadpacket: "all_gather",
-    c10d.reduce_scatter_tensor: "reduce_scatter",
-    c10d.reduce_scatter_tensor_out: "reduce_scatter",
-    c10d.reduce_scatter_tensor_coalesced: "reduce_scatter",
-    c10d.all_reduce: "all_reduce",
-    c10d.all_reduce_: "all_reduce",
-    c10d.all_reduce_coalesced: "all_reduce",
-    c10d.all_reduce_coalesced_: "all_reduce",
-    c10d.all_to_all_single: "all_to_all",
-    c10d.broadcast: "broadcast",
-    c10d.broadcast_: "broadcast",
-}
 
 # Attention on CPU, which torch's flop counter does not know, does what attention elsewhere does.
 SAME_FLOPS: dict[Any, Any] = {
@@ -115,7 +97,7 @@ def read_work(graph: Graph) -> GraphWork:
     work: dict[str, Work | None] = {}
     for node in graph.nodes:
         shards = sharded.get(node, ())
-        kind = KINDS.get(getattr(node.target, "overloadpacket", None))
+        kind = known_kind(node)
         if is_free(node, flow):
             work[node.name] = None
         elif kind is not None:

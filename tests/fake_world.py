@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -32,14 +32,9 @@ def fake_world(size: int = 2, rank: int = 0) -> Iterator[None]:
 Stages = list[tuple[str, Graph]]
 
 
-@contextmanager
-def unscheduled() -> Iterator[None]:
+def unscheduled() -> AbstractContextManager[None]:
     """Inside, collectives stay where they were traced."""
-    backend.configure(schedule=False)
-    try:
-        yield
-    finally:
-        backend.configure(schedule=True)
+    return backend.configured(schedule=False)
 
 
 def run_step(model: Callable[..., Any], *inputs: Any) -> None:

@@ -68,7 +68,7 @@ def random_load(chance: Random, most: int = 8) -> tuple[Load, Line]:
     compute = [float(chance.choice([0, 0, 1, 2, 4])) for _ in range(count + 1)]
     line = Line(chance.choice([0.0, 0.25, 1.0, 3.0]), chance.choice([0.0, 0.125, 0.5, 1.0]))
     rooms = chance.choice([[math.inf], [sum(sizes) * chance.random()], [0, 5, 9, 30, math.inf]])
-    return Load(sizes, compute, [chance.choice(rooms) for _ in compute]), line
+    return Load(sizes, compute, [chance.choice(rooms) for _ in compute], sizes), line
 
 
 @pytest.mark.parametrize("seed", range(CASES))
@@ -94,12 +94,12 @@ def test_reductions_are_gathers_backwards() -> None:
         load, line = random_load(Random(seed))
         count = len(load.sizes)
         mirrored = [range(count - each.stop, count - each.start) for each in fastest_gathers(load, line)]
-        backwards = Load(load.sizes[::-1], load.compute[::-1], load.room[::-1])
+        backwards = Load(load.sizes[::-1], load.compute[::-1], load.room[::-1], load.held[::-1])
         assert fastest_reductions(backwards, line) == mirrored[::-1]
 
 
 def unlimited(sizes: Sequence[int], compute: Sequence[float]) -> Load:
-    return Load(sizes, compute, [math.inf] * len(compute))
+    return Load(sizes, compute, [math.inf] * len(compute), sizes)
 
 
 def test_the_best_is_better_than_any_one_size() -> None:
@@ -116,13 +116,16 @@ def test_room_bounds_what_a_bucket_holds() -> None:
     line = Line(1.0, 1.0)
     assert fastest_gathers(unlimited([4, 4, 4, 9, 4], [0.0] * 6), line) == [range(0, 5)]
     # Beside what is used when the bucket arrives.
-    assert fastest_gathers(Load([4, 4, 4, 9, 4], [0.0] * 6, [8.0] * 6), line) == [range(0, 3), range(3, 5)]
+    assert fastest_gathers(Load([4, 4, 4, 9, 4], [0.0] * 6, [8.0] * 6, [4, 4, 4, 9, 4]), line) == [
+        range(0, 3),
+        range(3, 5),
+    ]
 
 
 def test_memory_may_be_another_than_what_travels() -> None:
     load = Load([1, 1, 1], [0.0] * 4, [9.0] * 4, [9, 9, 9])
     assert len(fastest_gathers(load, Line(1.0, 1.0))) == 2  # one is used when it arrives, and one more has room
-    assert len(fastest_gathers(Load(load.sizes, load.compute, load.room), Line(1.0, 1.0))) == 1
+    assert len(fastest_gathers(Load(load.sizes, load.compute, load.room, load.sizes), Line(1.0, 1.0))) == 1
 
 
 def test_nothing_to_choose() -> None:
@@ -145,7 +148,7 @@ def test_a_thousand_parameters_take_seconds(bandwidth: float, gigabytes: float) 
     sizes = [2 * numel for _ in range(126) for numel in layer]
     compute = [0.0, *(size * 4096 / 4e14 + 1e-5 for size in sizes)]
     started = time.process_time()
-    fastest_gathers(Load(sizes, compute, [gigabytes * 1e9] * len(compute)), Line(1e-4, 1 / bandwidth))
+    fastest_gathers(Load(sizes, compute, [gigabytes * 1e9] * len(compute), sizes), Line(1e-4, 1 / bandwidth))
     assert time.process_time() - started < 5
 
 
@@ -156,8 +159,8 @@ def test_a_thousand_parameters_take_seconds(bandwidth: float, gigabytes: float) 
 # compute    ....AA.....BB                .....cc
 #                             compute     ....AA....BB
 def test_sequences_share_a_lane() -> None:
-    gathered = Load([4, 4], [0.0, 2.0, 2.0], [math.inf, 0.0, math.inf])
-    reduced = Load([2], [1.0, 3.0], [math.inf] * 2)
+    gathered = Load([4, 4], [0.0, 2.0, 2.0], [math.inf, 0.0, math.inf], [4, 4])
+    reduced = Load([2], [1.0, 3.0], [math.inf] * 2, [2])
     for lane, seconds in (("lane", 4 + 1 + 2 + 4 + 2), ("another", 4 + 2 + 4 + 2)):
         queues = [Queue(gathered, "lane", Line(0, 1), True), Queue(reduced, lane, Line(0, 1), False)]
         assert end_of(queues, [[range(0, 1), range(1, 2)], [range(0, 1)]]) == seconds * PICO

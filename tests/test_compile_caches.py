@@ -81,12 +81,8 @@ def one_bucket_each() -> nn.Module:
 @pytest.mark.parametrize("other", [lambda: two_blocks(whole=True), one_bucket_each], ids=["groups", "configuration"])
 def test_what_differs_is_not_mixed_up(other: Callable[[], Any]) -> None:
     """Neither other groups of the same parameters, nor another configuration, may take the first one's artifacts."""
-    before = backend._context.config
-    with fake_world(size=2), fresh_cache():
-        try:
-            compile_and_count(two_blocks(), "fsdp")
-            found = compile_and_count(other(), "fsdp")
-            assert found["autograd_cache_miss"] == 1 and "autograd_cache_hit" not in found
-            assert "autograd_cache_hit" in compile_and_count(other(), "fsdp")
-        finally:
-            backend._context.config = before
+    with fake_world(size=2), fresh_cache(), backend.configured():
+        compile_and_count(two_blocks(), "fsdp")
+        found = compile_and_count(other(), "fsdp")
+        assert found["autograd_cache_miss"] == 1 and "autograd_cache_hit" not in found
+        assert "autograd_cache_hit" in compile_and_count(other(), "fsdp")

@@ -47,15 +47,10 @@ def compare(
 ) -> tuple[int, ...]:
     """Train eagerly and compiled; returns how many gathers, reductions and all-reduces the backward has."""
     eager = train(build(policy, replicas), steps=STEPS)
-    before = backend._context.config
-    backend.configure(bucket=mode)
-    try:
-        with graphs() as stages:
-            model = build(policy, replicas)
-            compiled = train(model, torch.compile(model, backend="fsdp_eager", fullgraph=True), steps=STEPS)
-    finally:
-        backend._context.config = before
-        torch.compiler.reset()
+    with backend.configured(bucket=mode), graphs() as stages:
+        model = build(policy, replicas)
+        compiled = train(model, torch.compile(model, backend="fsdp_eager", fullgraph=True), steps=STEPS)
+    torch.compiler.reset()
     if same_bits:
         assert_same(eager, compiled)
     else:

@@ -183,22 +183,59 @@ def random_plan(seed: int, config: PassConfig) -> tuple[Graph, Graph]:
     graphs = random_pair(seed, modules=6)
     for graph in graphs:
         gather_again(graph, Random(seed))
-    schedule(graphs, PassContext(config))
+    if config.schedule:
+        schedule(graphs, PassContext(config))
     return graphs
 
 
-@pytest.mark.parametrize("room", [None, 1, 2], ids=["no budget", "no room", "room"])
-def test_memory_of_random_graphs(room: int | None) -> None:
+def in_room(room: int) -> Callable[[int], PassConfig]:
+    """As much memory as the plan needs that takes the least, or so many times that."""
+    return lambda seed: PassConfig(
+        memory_budget=room * MemoryProfile.of(random_plan(seed, PassConfig(memory_budget=0))).peak
+    )
+
+
+@pytest.mark.parametrize(
+    ("config_of", "at_least"),
+    [(lambda _: PassConfig(), 41), (in_room(1), 41), (in_room(2), 41), (lambda _: PassConfig(schedule=False), 0)],
+    ids=["no budget", "no room", "room", "unscheduled"],
+)
+def test_memory_of_random_graphs(config_of: Callable[[int], PassConfig], at_least: int) -> None:
     """What is dropped never adds to the bytes that are live at any node that stays."""
     dropped = 0
     for seed in range(40):
-        least = MemoryProfile.of(random_plan(seed, PassConfig(memory_budget=0))).peak
-        config = PassConfig(memory_budget=room and room * least)
+        config = config_of(seed)
         graphs = random_plan(seed, config)
         before = live_at(graphs)
         dropped += sum(dedup(graph, PassContext(config)).changes for graph in graphs)
         assert all(live <= before[name] for name, live in live_at(graphs).items()), seed
-    assert dropped > 40
+    assert dropped >= at_least
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_without_a_schedule_nothing_stays_for_longer(saved: bool) -> None:
+    """The second gather is launched after the last use of what the first has brought."""
+    make = GraphMaker()
+    shard = make.input()
+    whole = make.gather(shard, "a")
+    total = make.add(make.double(make.double(whole)), make.gather(shard, "a"))
+    graph = make.finish(total, *([whole] if saved else []))
+    assert dedup(graph, PassContext(PassConfig(schedule=False))).changes == saved
+
+
+@pytest.mark.parametrize("size", ["1KB", "1MB"])
+@pytest.mark.parametrize("runs", ["aa", "aaaa", "abab", "aabb"])
+def test_buckets_across_modules_never_hold_a_parameter_twice(runs: str, size: str) -> None:
+    make = GraphMaker()
+    shards, x = {param: make.input() for param in "ab"}, make.input(size=(8, 3))
+    for param in runs:
+        x = make.add(x, make.gather(shards[param], param, group=ord(param)))
+    graph = make.finish(x)
+    before = run_pass(lambda graph, _: bucket(graph, PassContext(PassConfig(bucket=size))), graph)
+    assert same_bits(*before)
+    assert all(len(set(params)) == len(params) for params in launches(graph))
+    assert same_bits(*run_pass(dedup, graph))
+    assert launches(graph) == ["".join(sorted({*runs}))]
 
 
 def live_at(graphs: Sequence[Graph]) -> dict[str, int]:

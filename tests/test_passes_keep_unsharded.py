@@ -32,13 +32,9 @@ PLENTY = 1 << 40
 
 @contextmanager
 def configured(**choices: object) -> Iterator[None]:
-    before = backend._context.config
-    backend.configure(**choices)
-    try:
+    with backend.configured(**choices):
         yield
-    finally:
-        backend._context.config = before
-        torch.compiler.reset()
+    torch.compiler.reset()
 
 
 # -- the knapsack -----------------------------------------------------------------------------------------------------
@@ -63,6 +59,16 @@ def test_no_other_choice_buys_more(seed: int) -> None:
     found = best(items, most)
     assert found in choices
     assert worth(items, found, max(most, 0)) == max(worth(items, kept, max(most, 0)) for kept in choices)
+
+
+def test_many_groups_of_different_sizes() -> None:
+    """With exact bytes there would be two to the power of 60 sums, as each group is worth what it takes."""
+    chance = Random(0)
+    sizes = [chance.randint(10**8, 10**9) for _ in range(60)]
+    items = [Item(size, size, 10**10) for size in sizes]
+    found = best(items, sum(sizes))
+    assert fits(items, found)
+    assert worth(items, found, sum(sizes))[0] >= 10**10 - 61 * 10**7 - max(sizes)
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------------

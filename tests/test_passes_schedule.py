@@ -120,6 +120,11 @@ def test_forward_and_backward_share_the_budget() -> None:
     alone = schedule("a /a A=1 b /b B=1 c /c C=1", saves=True)
     run(alone)
     assert MemoryProfile.of([forward, backward]).peak >= MemoryProfile.of([alone]).peak
+    five = " ".join(f"{letter} /{letter} {letter.upper()}=1" for letter in "abcde")
+    forward, alone = (schedule(five, saves=True) for _ in range(2))
+    run(forward, long_schedule(modules=5, compute=2))
+    run(alone)
+    assert written(forward) == "a b c d e /a A=1 /b B=1 /c C=1 /d D=1 /e E=1" != written(alone)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -60,12 +60,7 @@ def test_two_blocks(name: str, build: Callable[[], nn.Module]) -> None:
     ("name", "choices"), [("auto", {"bucket": "auto", "hardware": "h100"}), ("bytes", {"bucket": "100KB"})]
 )
 def test_buckets_across_modules(name: str, choices: dict[str, str]) -> None:
-    before = backend._context.config
-    backend.configure(**choices)
-    try:
-        with fake_world(size=2):
-            stages = graphs_of(shard_llama(Llama(SIZES["debug"])), torch.zeros(2, 16, dtype=torch.long))
-    finally:
-        backend._context.config = before
+    with fake_world(size=2), backend.configured(**choices):
+        stages = graphs_of(shard_llama(Llama(SIZES["debug"])), torch.zeros(2, 16, dtype=torch.long))
     shown = ("forward after", "backward after")
     assert_snapshot(f"buckets_{name}", skeletons_of([(stage, graph) for stage, graph in stages if stage in shown]))

@@ -10,7 +10,7 @@ from test_planning import command, net
 from fsdp_compile.passes import PassConfig
 from fsdp_compile.plan_search import SAME, Found, Setting, as_advice, plans, ranked, settings
 
-MODULE, AUTO, KEPT = Setting(None, "module", 1), Setting(None, "auto", 1), Setting(False, "module", 1)
+MODULE, KEPT = Setting(None, "module", 1), Setting(False, "module", 1)
 
 
 @pytest.fixture(scope="module")

@@ -156,18 +156,17 @@ def test_the_command() -> None:
     assert "do not fit" in out
 
 
+BREAKS_AT_LINE_5 = """import torch
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y if y.sum().item() > 0 else -y
+factory = lambda: (Model(4, 4), lambda step, rank, world: torch.ones(2, 4))
+"""
+
+
 def test_a_graph_break_is_named(tmp_path: Path) -> None:
-    lines = [
-        *(
-            "import torch",
-            "class Model(torch.nn.Linear):",
-            "    def forward(self, x):",
-            "        y = super().forward(x)",
-        ),
-        *("        return y if y.sum().item() > 0 else -y", "def factory():"),
-        "    return Model(4, 4), lambda step, rank, world: torch.ones(2, 4)",
-    ]
-    (tmp_path / "model.py").write_text("\n".join(lines) + "\n")
+    (tmp_path / "model.py").write_text(BREAKS_AT_LINE_5)
     code, out, err = command(f"{tmp_path}/model.py:factory")
     assert code == 2 and not out and len(err.splitlines()) == 1
     assert "model.py:factory does not compile into one graph: " in err and err.endswith("model.py:5)\n")

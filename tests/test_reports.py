@@ -29,9 +29,8 @@ STAGES = [
 @pytest.fixture(autouse=True)
 def configured() -> Iterator[None]:
     """Whatever a test chooses is undone."""
-    before = backend._context.config
-    yield
-    backend._context.config = before
+    with backend.configured():
+        yield
 
 
 def model() -> nn.Module:
