@@ -193,7 +193,8 @@ def marks(graph: Graph) -> list[Any]:
 def check_planned(before: Graph, after: Graph, world: int) -> Graph:
     """What the unscheduled passes make of a graph; returns what it is in between, with nothing dropped yet."""
     bucketed = check_bucket(before, world)
-    fused = check_fuse_copies(check_dedup(bucketed, PassConfig(), world), world)
+    check_fuse_copies(check_dedup(bucketed, PassConfig(), world), world)
+    fused = check_fuse_copies(check_dedup(bucketed, PassConfig(schedule=False), world), world)
     assert nameless(fused) == nameless(after)
     return bucketed
 
@@ -306,6 +307,8 @@ def check_buckets_across_modules(before: Graph, context: PassContext, world: int
         if len(gather.tag.params) > 1:
             needed = needed_by(gather.start)
             assert not [node for node in needed if "mm" in str(node.target)], "a launch waits for a matrix product"
+        assert len(set(gather.tag.parameters)) == len(gather.tag.parameters)
+    check_dedup(after, context.config, world)
 
 
 def needed_by(node: Node) -> dict[Node, None]:
