@@ -102,13 +102,11 @@ def _send_one(start: Node) -> None:
 def _send_many(start: Node) -> None:
     waits: dict[Any, Node] = {wait.args[0].args[1]: wait for wait in waits_of(start)}  # type: ignore[union-attr]
     for members in _together(start):
-        due = [waits[index] for index in members if index in waits]
-        if due:
-            new = _send(start, members, min(due))
-            for index, item in zip(members, new, strict=True):
-                if index in waits:
-                    item.meta["custom"] = waits[index].meta.get("custom", {})
-                    waits[index].replace_all_uses_with(item)
+        read = [index for index in members if index in waits]
+        brought = _send(start, members, min(waits[index] for index in read)) if read else {}
+        for index in read:
+            brought[index].meta["custom"] = waits[index].meta.get("custom", {})
+            waits[index].replace_all_uses_with(brought[index])
     for node in [*waits.values(), *start.users, start]:
         start.graph.erase_node(node)
 
@@ -123,8 +121,8 @@ def _together(start: Node) -> list[list[int]]:
     return list(found.values())
 
 
-def _send(start: Node, members: list[int], before: Node) -> list[Node]:
-    """Gather ``members`` of what ``start`` gathers, and wait for it right ``before``; what each brings."""
+def _send(start: Node, members: list[int], before: Node) -> dict[int, Node]:
+    """Gather ``members`` of what ``start`` gathers, and wait for it right ``before``; what is brought of each."""
     graph, shapes = start.graph, [list(tensors_of(start)[index].shape) for index in members]
     tag = tag_of(start)
     tag = tag and tag.only(members)
@@ -135,11 +133,11 @@ def _send(start: Node, members: list[int], before: Node) -> list[Node]:
         wait = emit(graph, WAIT, launch, result=launch.meta["val"])
         _set_tag(tag, launch)
         if len(members) == 1:
-            return [wait]
+            return {members[0]: wait}
         sizes = [size for shape in shapes for size in shape]
         parts = emit(graph, UNPACK, wait, start.args[1], sizes, [len(shape) for shape in shapes])
         _set_tag(tag, wait, parts)
-        return [emit(graph, operator.getitem, parts, index) for index in range(len(members))]
+        return {member: emit(graph, operator.getitem, parts, index) for index, member in enumerate(members)}
 
 
 def _packed(inputs: list[Node], tag: Tag | None) -> Node:
