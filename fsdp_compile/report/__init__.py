@@ -3,8 +3,8 @@
     plans ─ plan_data ─ JSON ─┐
     page.html ─ page.css ─ echarts ─ *.js ─ one file that loads nothing
 
-The scripts read the JSON and draw: ``format`` (numbers for people), ``tables``, ``timeline`` (the chart), ``page`` (which
-plans are shown).
+The scripts read the JSON and draw: ``format`` (numbers and names for people), ``tables``, ``timeline`` (the chart) and
+``page`` (which plans are shown).
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""What the page of a report reads: plans as JSON. Times are microseconds since the step's start, sizes bytes of one rank.
+"""What the page of a report reads: plans as JSON. Times are microseconds since the step's start, sizes are of one rank.
 
 A plan may have tens of thousands of nodes; a page must stay small and quick:
 
-- compute between two launches or waits of collectives is one span, which says how many kernels it has and names the
-  longest: where it can overlap with what is not changed by that;
-- memory is shown at ``MOMENTS`` moments: the step is cut into as many equal parts, and each shows its fullest moment. So
-  the peak is always among them.
+- compute between two launches or waits of collectives is one span, which counts its kernels and names the longest;
+- memory is shown at ``MOMENTS`` moments: the step is cut into as many equal parts, and each shows its fullest moment,
+  so the peak is always among them.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ function bucketRow(each, show) {
   button.addEventListener("click", () => show(each));
   return element("tr", {},
     element("th", { scope: "row" }, button),
-    element("td", { class: "parameters" }, parameterList(each.params)),
+    element("td", { class: "parameters" }, parameterList(each)),
     numberCell(size(each.bytes)),
     numberCell(duration(each.begin)),
     numberCell(duration(each.end - each.begin)),
@@ -102,10 +102,10 @@ function bucketRow(each, show) {
     element("td", { class: "reason" }, each.reason));
 }
 
-function parameterList(names) {
+function parameterList({ params: names, title }) {
   if (names.length <= 1) return names[0] ?? "none of ours";
   const [module, inside] = inModule(names);
   return element("details", {},
-    element("summary", {}, `${names.length}${module && ` in ${module}`}`),
+    element("summary", {}, `${names.length} parameters${title.includes(`[${module}]`) || !module ? "" : ` of ${module}`}`),
     element("ul", {}, ...inside.map((name) => element("li", {}, name))));
 }
