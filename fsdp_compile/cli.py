@@ -2,11 +2,12 @@
 
     fsdp-compile parity MODULE:FACTORY --steps 5 --backend fsdp_eager --nproc 2
     fsdp-compile plan llama3-8b --world-size 8,64,512 --hardware h100 --memory 80GiB
+    fsdp-compile explain my_model.py:factory --world-size 8
     fsdp-compile calibrate machine.toml --nproc 2
     torchrun --nproc-per-node 8 -m fsdp_compile.cli calibrate machine.toml
 
-Exit codes: 0 equal, fits or measured; 1 different, does not fit or a rank failed; 2 bad arguments. torchrun itself
-exits with 1 for either failure.
+Exit codes: 0 equal, fits, explained or measured; 1 different, does not fit or a rank failed; 2 bad arguments. torchrun
+itself exits with 1 for either failure.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import json
 import math
 import operator
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -31,6 +34,7 @@ from tqdm import tqdm
 
 from . import MixedPrecisionPolicy, plan_search, torch_compat  # the package registers our backends
 from .calibrate import MIB, calibrate
+from .explain_step import explain_step
 from .factory import Factory, FactoryError, llama
 from .local_ranks import RankFailed, UsageError, leave, run_ranks
 from .models import SIZES
@@ -79,6 +83,7 @@ def parse_arguments() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_parity(commands)
     _add_plan(commands)
+    _add_explain(commands)
     _add_calibrate(commands)
     return parser.parse_args()
 
@@ -127,6 +132,33 @@ def _add_plan(commands: Any) -> None:
     add("--memory", metavar="SIZE", help="that a device has, like 80GiB; more is called too much")
     add("--search", action="store_true", help="try buckets, resharding and replicas, and say which to take")
     add("--trace", metavar="FILE", type=Path, help="also write a trace for Perfetto or about:tracing, .json")
+    _add_choices(parser)
+
+
+def _add_explain(commands: Any) -> None:
+    parser = commands.add_parser(
+        "explain",
+        allow_abbrev=False,
+        help="say what compiling captures, what it moves when, and what each pass does, without ranks",
+        description="Trace a model without data, run the passes, and print what was captured and what was not, with "
+        "file and line of graph breaks, the collectives and when they are launched and waited for, those that are "
+        "exposed and why, and what each pass did.",
+    )
+    parser.set_defaults(check=check_plan, start=run_explain, memory=None, search=False, trace=None)
+    add = parser.add_argument
+    add("factory", metavar="MODULE:FACTORY", help=f"as for parity, or one of {', '.join(SIZES)}")
+    add("--world-size", type=at_least_each(2), default=[8], metavar="N[,N...]", help="ranks (default: 8)")
+    add("--replicas", type=at_least(1), default=1, help="that hold the same shards (HSDP); default: %(default)s")
+    add("--hardware", default="h100", help="a shipped profile or a file of calibrate's (default: %(default)s)")
+    breaks = argparse.BooleanOptionalAction
+    add("--allow-graph-breaks", action=breaks, default=True, help="explain a model of several graphs too (default)")
+    add("--json", action="store_true", help="print all that is known as JSON, with each collective and its members")
+    _add_choices(parser)
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    """What plan and explain let a user choose."""
+    add = parser.add_argument
     add("--bucket", default="module", help='"module", "auto", "none" or a size like 25MB (default: %(default)s)')
     add("--regather", choices=["auto"], help='"auto": keep what saves time unsharded until the backward')
     add("--reshard", type=reshard, help="after forward: true, false or to how many ranks (default: all but the root)")
@@ -390,12 +422,44 @@ def run_plan(args: argparse.Namespace) -> int:
     Raises:
         UsageError: the model cannot be planned.
     """
-    factory = load_factory(args.factory) if ":" in args.factory else llama(args.factory, args.batch, args.seq)
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32)
-    try:
+    factory, policy = _what_to_plan(args)
+    with _one_graph(args):
         return _search(args, factory, policy) if args.search else _plan(args, factory, policy)
+
+
+def _what_to_plan(args: argparse.Namespace) -> tuple[Factory, MixedPrecisionPolicy]:
+    factory = load_factory(args.factory) if ":" in args.factory else llama(args.factory, args.batch, args.seq)
+    return factory, MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32)
+
+
+@contextmanager
+def _one_graph(args: argparse.Namespace) -> Iterator[None]:
+    """Inside, a graph break that is not allowed is said in one line."""
+    try:
+        yield
     except torch_compat.NOT_ONE_GRAPH as error:
         raise UsageError(f"{args.factory} does not compile into one graph: {_in_one_line(error)}") from error
+
+
+def run_explain(args: argparse.Namespace) -> int:
+    """Explain a step for each number of ranks.
+
+    Raises:
+        UsageError: there is a graph break, and none is allowed.
+    """
+    factory, mp_policy = _what_to_plan(args)
+    how = {"mp_policy": mp_policy, "reshard_after_forward": args.reshard}
+    with _one_graph(args):
+        steps = [
+            explain_step(factory, ranks, args.config, args.replicas, args.allow_graph_breaks, **how)
+            for ranks in tqdm(args.world_size, desc="explaining", unit="world", disable=None, leave=False)
+        ]
+    if args.json:
+        print(json.dumps([step.as_json() for step in steps], indent=1), flush=True)
+    else:
+        print(f"{args.factory} on {args.hardware}, {args.dtype}, buckets: {args.bucket}")
+        print("\n\n".join(map(str, steps)), flush=True)
+    return 0
 
 
 def _search(args: argparse.Namespace, factory: Factory, policy: MixedPrecisionPolicy) -> int:
