@@ -11,6 +11,7 @@ from .fully_shard import fully_shard
 from .mesh_info import DataParallelMeshDims, FSDPMeshInfo
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .shard_placement import ShardPlacementResult
+from .trace_names import name_groups
 
 __all__ = [
     "AllGather",
@@ -33,6 +34,7 @@ __all__ = [
     "configure",
     "explain",
     "fully_shard",
+    "name_groups",
     "register_fsdp_forward_method",
     "set_strict",
     "share_comm_ctx",

@@ -2,11 +2,12 @@
 
     fsdp-compile parity MODULE:FACTORY --steps 5 --backend fsdp_eager --nproc 2
     fsdp-compile plan llama3-8b --world-size 8,64,512 --hardware h100 --memory 80GiB
+    fsdp-compile compare simulated.json measured.json
     fsdp-compile calibrate machine.toml --nproc 2
     torchrun --nproc-per-node 8 -m fsdp_compile.cli calibrate machine.toml
 
-Exit codes: 0 equal, fits or measured; 1 different, does not fit or a rank failed; 2 bad arguments. torchrun itself
-exits with 1 for either failure.
+Exit codes: 0 equal, fits, compared or measured; 1 different, does not fit or a rank failed; 2 bad arguments. torchrun
+itself exits with 1 for either failure.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from . import MixedPrecisionPolicy, plan_search, torch_compat  # the package registers our backends
+from . import MixedPrecisionPolicy, plan_search, torch_compat, trace_compare  # the package registers our backends
 from .calibrate import MIB, calibrate
 from .factory import Factory, FactoryError, llama
 from .local_ranks import RankFailed, UsageError, leave, run_ranks
+from .measured_trace import TraceError
 from .models import SIZES
 from .parity import compare_training
 from .passes import PassConfig
@@ -79,6 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_parity(commands)
     _add_plan(commands)
+    _add_compare(commands)
     _add_calibrate(commands)
     return parser.parse_args()
 
@@ -133,6 +136,19 @@ def _add_plan(commands: Any) -> None:
     add("--dtype", choices=DTYPES, default="bfloat16", help="that is gathered and computed in (default: %(default)s)")
     add("--batch", type=at_least(1), default=1, help="sequences a rank, of built-in models (default: %(default)s)")
     add("--seq", type=at_least(1), default=2048, help="tokens a sequence, of built-in models (default: %(default)s)")
+
+
+def _add_compare(commands: Any) -> None:
+    parser = commands.add_parser(
+        "compare",
+        allow_abbrev=False,
+        help="say how far a simulated step is from a measured one",
+        description="Compare a trace that plan --trace wrote with one that torch.profiler exported on a rank, and "
+        "print the error of the prediction for each collective and for the step. Exits with 1 if their collectives differ.",
+    )
+    parser.set_defaults(check=lambda args: None, start=run_compare)
+    parser.add_argument("simulated", metavar="SIMULATED", type=Path, help="written by plan --trace")
+    parser.add_argument("measured", metavar="MEASURED", type=Path, help="of torch.profiler, .json or .json.gz")
 
 
 def _add_calibrate(commands: Any) -> None:
@@ -396,6 +412,20 @@ def run_plan(args: argparse.Namespace) -> int:
         return _search(args, factory, policy) if args.search else _plan(args, factory, policy)
     except torch_compat.NOT_ONE_GRAPH as error:
         raise UsageError(f"{args.factory} does not compile into one graph: {_in_one_line(error)}") from error
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Compare, and print; 1 if the two are not of the same collectives.
+
+    Raises:
+        UsageError: a file is not what it should be.
+    """
+    try:
+        comparison = trace_compare.compare(args.simulated, args.measured)
+    except TraceError as error:
+        raise UsageError(str(error)) from error
+    print(trace_compare.as_table(comparison), end="", flush=True)
+    return 0 if comparison.same_model else 1
 
 
 def _search(args: argparse.Namespace, factory: Factory, policy: MixedPrecisionPolicy) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .passes.costs import COMPUTE
+from .passes.simulate import Event
 from .planning import Plan
 
 MICRO = 1e6
@@ -37,14 +38,18 @@ def trace_of(plan: Plan) -> Iterator[Entry]:
     for lane, track in tracks.items():
         yield _name("thread_name", process, track, lane)
     for event in timeline.events():
-        moved = {"bytes": event.bytes, "parameters": event.params}
-        more = {**moved, "exposed us": event.exposed * MICRO, "exposed as": event.reason} if event.bytes else {}
+        more = _of_collective(event) if event.phase else {}
         yield _bar(event.name, process, tracks[event.lane], event.begin, event.end, more)
     for each in timeline.transfers:
         if each.exposed and each.waited is not None:
             yield _bar(f"stands still for {each.title}", process, 0, each.waited, each.waited + each.exposed, {})
     for begin, live in plan.result.live_over_time:
         yield {"ph": "C", "name": "memory", "pid": process, "ts": begin * MICRO, "args": {"bytes": live}}
+
+
+def _of_collective(event: Event) -> Entry:
+    exposed = {"exposed us": event.exposed * MICRO, "exposed as": event.reason}
+    return {"phase": event.phase, "bytes": event.bytes, "parameters": event.params, **exposed}
 
 
 def _bar(name: str, process: int, track: int, begin: float, end: float, more: Entry) -> Entry:
