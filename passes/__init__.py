@@ -22,6 +22,7 @@ On the forward graph, the backward graph, and a graph that has no backward:
 6. ``dedup``: one gather for runs of a module that follow each other, instead of one for each run.
 7. ``fuse_copies``: one kernel for the casts, divisions and copies on each side of a collective, by ``operators``.
 8. ``for_gloo``: on gloo, which may not have several of the usual gathers under way, other collectives.
+9. ``announce``: one mark for profilers, which says what the graph is about to launch.
 
 Buckets and schedule go by what ``plan`` decides: where that is the cost model's, it tries both on copies first.
 
@@ -46,6 +47,7 @@ from __future__ import annotations
 from torch.fx import Graph
 
 from .accumulate import accumulate
+from .announce import announce
 from .bounds import Bounds, bounds
 from .bucket import bucket
 from .context import Effect, Observer, PassConfig, PassContext, Report, Traffic, source_digest
@@ -92,6 +94,7 @@ __all__ = [
     "Timeline",
     "Traffic",
     "accumulate",
+    "announce",
     "bounds",
     "bucket",
     "copy_graph",
@@ -158,6 +161,7 @@ def _plan(parts: Parts, context: PassContext) -> None:
     run_stage(7, parts, context, lambda: [fuse_copies(graph, context) for graph in graphs])
     _show("after", parts, context)
     run_stage(8, parts, context, lambda: [for_gloo(graph, context) for graph in graphs])
+    run_stage(9, parts, context, lambda: [announce(graph, context) for graph in graphs])
 
 
 def _show(when: str, parts: Parts, context: PassContext) -> None:
