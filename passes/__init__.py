@@ -36,7 +36,7 @@ torch APIs), ``verify`` (rules that every pass keeps: of the form of graphs, ``v
 
 How good their result is: ``simulate`` (when everything happens, on ``costs``), ``memory`` (what is live, on
 ``storages``), ``bounds`` (what no plan can beat: ``time_bound`` and ``memory_bound``, on ``reach``), ``result`` (all of
-it side by side).
+it side by side), ``summary`` (what is moved, when, and why it is exposed, without the graphs).
 
 How long a graph takes: ``hardware`` (what a machine can do) with ``alpha_beta`` (collectives) and ``profile_files``;
 ``work`` (what each node has to do) with ``data_flow`` and ``fusion``; ``cost_model`` puts the two together.
@@ -70,6 +70,7 @@ from .schedule import schedule
 from .simulate import Timeline, simulate
 from .skeleton import print_skeleton
 from .stages import run_stage
+from .summary import Summary, merged, summarize
 from .torch_compat import RESIZE, copy_graph, copy_node, is_alias
 from .verify import verified, verify, verify_ranks
 
@@ -93,6 +94,7 @@ __all__ = [
     "Placement",
     "Report",
     "Result",
+    "Summary",
     "Timeline",
     "Traffic",
     "accumulate",
@@ -108,6 +110,7 @@ __all__ = [
     "has_backward",
     "is_alias",
     "keep_slices",
+    "merged",
     "print_skeleton",
     "profile",
     "readable_size",
@@ -118,6 +121,7 @@ __all__ = [
     "schedule",
     "simulate",
     "source_digest",
+    "summarize",
     "tag_digest",
     "teach_inductor",
     "verified",

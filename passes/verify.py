@@ -30,7 +30,7 @@ from torch.fx import Graph, Node
 from .context import Parts, PassConfig, PassContext
 from .fault import Fault, InvalidGraph
 from .graph_view import is_launch, process_group_of
-from .memory import MemoryProfile, live_bytes
+from .memory import live_bytes
 from .schedule import eager_order, schedule
 from .torch_compat import copy_to_try
 from .verify_form import in_order, tagged, waited_for_once
@@ -174,9 +174,10 @@ class Limits:
     def check(self, graphs: Sequence[Graph]) -> Iterator[Fault]:
         """Compare with what the pass has made."""
         if self.peak is not None:
-            profile = MemoryProfile.of(graphs)
-            if profile.peak > self.peak:
-                yield Fault(profile.at_peak, f"at most {self.peak} live bytes", f"{profile.peak}")
+            live = live_bytes(graphs)
+            if max(live) > self.peak:
+                nodes = [node for graph in graphs for node in graph.nodes]
+                yield Fault(nodes[live.index(max(live))], f"at most {self.peak} live bytes", f"{max(live)}")
         for graph, expected in zip(graphs, self.launches or (), strict=False):
             yield from _as_expected(graph, expected)
 
