@@ -29,9 +29,9 @@ A pass is a function ``(graph, context) -> report``; ``keep_slices`` and ``sched
 graphs in place, leaves them lint-clean and in topological order, does nothing when run again, and reads tags only
 (``graph_view``): it serves any graph whose nodes are tagged so, whoever traced it. Nothing in here imports the runtime.
 
-Around the passes: ``context`` (what they are told and report), ``stages`` (runs them, measures, dumps graphs),
-``graph_view`` (what they read), ``skeleton`` (prints a graph's communication for people), ``torch_compat`` (private
-torch APIs).
+Around the passes: ``context`` (what they are told and report), ``stages`` (runs them, measures), ``records`` (logs,
+traces and dumps what they do), ``graph_view`` (what they read), ``skeleton`` (prints a graph's communication for
+people), ``torch_compat`` (private torch APIs).
 
 How good their result is: ``simulate`` (when everything happens, on ``costs``), ``memory`` (what is live, on
 ``storages``), ``bounds`` (what no plan can beat: ``time_bound`` and ``memory_bound``, on ``reach``), ``result`` (all of
@@ -60,12 +60,13 @@ from .keep_slices import keep_slices
 from .memory import MemoryProfile
 from .operators import GATHER, teach_inductor
 from .plan import decide, merge, order
+from .records import Parts, record_step, show
 from .regather import regather
 from .result import Result, evaluate, readable_size
 from .schedule import schedule
 from .simulate import Timeline, simulate
 from .skeleton import print_skeleton
-from .stages import Parts, run_stage
+from .stages import run_stage
 from .torch_compat import RESIZE, copy_graph, copy_node, is_alias
 
 __all__ = [
@@ -121,15 +122,15 @@ __all__ = [
 def run_joint(graph: Graph, context: PassContext) -> None:
     """Run the passes on a joint graph of forward and backward."""
     parts = {"joint": graph}
-    _show("before", parts, context)
+    show("before", parts, context)
     run_stage(1, parts, context, lambda: [regather(graph, context)])
-    _show("after", parts, context)
+    show("after", parts, context)
 
 
 def run_parts(forward: Graph, backward: Graph, context: PassContext) -> None:
     """Run the passes on the two graphs partitioned from a joint graph."""
     parts = {"forward": forward, "backward": backward}
-    _show("before", parts, context)
+    show("before", parts, context)
     run_stage(2, parts, context, lambda: [keep_slices(forward, backward, context)])
     run_stage(3, parts, context, lambda: [accumulate(backward, context)])
     _plan(parts, context)
@@ -138,7 +139,7 @@ def run_parts(forward: Graph, backward: Graph, context: PassContext) -> None:
 def run_inference(graph: Graph, context: PassContext) -> None:
     """Run the passes on a graph that has no backward."""
     parts = {"inference": graph}
-    _show("before", parts, context)
+    show("before", parts, context)
     run_stage(1, parts, context, lambda: [regather(graph, context)])
     _plan(parts, context)
 
@@ -147,15 +148,11 @@ def _plan(parts: Parts, context: PassContext) -> None:
     """Run the passes that decide what is moved together, when, and with which copies."""
     graphs = [*parts.values()]
     config, budget = decide(graphs, context.config)
-    run_stage(4, parts, context, lambda: merge(graphs, config))
+    first = run_stage(4, parts, context, lambda: merge(graphs, config))
     if config.schedule:
         run_stage(5, parts, context, lambda: order(graphs, config, budget))
     run_stage(6, parts, context, lambda: [dedup(graph, PassContext(config)) for graph in graphs])
     run_stage(7, parts, context, lambda: [fuse_copies(graph, context) for graph in graphs])
-    _show("after", parts, context)
-    run_stage(8, parts, context, lambda: [for_gloo(graph, context) for graph in graphs])
-
-
-def _show(when: str, parts: Parts, context: PassContext) -> None:
-    for name, graph in parts.items():
-        context.observe(f"{name} {when}", graph)
+    show("after", parts, context)
+    last = run_stage(8, parts, context, lambda: [for_gloo(graph, context) for graph in graphs])
+    record_step(parts, first, last, config.bucket)
