@@ -31,14 +31,16 @@ from tqdm import tqdm
 
 from . import MixedPrecisionPolicy, plan_search, torch_compat  # the package registers our backends
 from .calibrate import MIB, calibrate
-from .factory import Factory, FactoryError, llama
+from .factory import Factory, FactoryError, language_model
 from .local_ranks import RankFailed, UsageError, leave, run_ranks
 from .models import SIZES
 from .parity import compare_training
 from .passes import PassConfig
 from .passes.context import parse_bytes
 from .passes.profile_files import is_file_name
-from .plan_table import as_table
+from .plan_remedy import remedy
+from .plan_search import Setting
+from .plan_table import as_table, shortfall
 from .planning import make_plan
 from .trace_file import write_trace
 
@@ -120,9 +122,15 @@ def _add_plan(commands: Any) -> None:
     )
     parser.set_defaults(check=check_plan, start=run_plan)
     add = parser.add_argument
-    add("factory", metavar="MODULE:FACTORY", help=f"as for parity, or one of {', '.join(SIZES)}")
-    add("--world-size", type=at_least_each(2), default=[8], metavar="N[,N...]", help="ranks (default: 8)")
+    add("factory", metavar="MODULE:FACTORY", help=f"as for parity, or a model: {', '.join(SIZES)}")
+    add("--world-size", type=at_least_each(2), metavar="N[,N...]", help="ranks (default: 8)")
     add("--replicas", type=at_least(1), default=1, help="that hold the same shards (HSDP); default: %(default)s")
+    add(
+        "--mesh",
+        type=mesh_shapes,
+        metavar="RxS[,RxS...]",
+        help="instead of both: replicas and shards in each, like 4x8",
+    )
     add("--hardware", default="h100", help="a shipped profile or a file of calibrate's (default: %(default)s)")
     add("--memory", metavar="SIZE", help="that a device has, like 80GiB; more is called too much")
     add("--search", action="store_true", help="try buckets, resharding and replicas, and say which to take")
@@ -155,6 +163,14 @@ def _add_calibrate(commands: Any) -> None:
 def reshard(text: str) -> bool | int:
     named = {"true": True, "false": False}
     return named[text.lower()] if text.lower() in named else at_least(1)(text)
+
+
+def mesh_shapes(text: str) -> list[tuple[int, int]]:
+    """Shapes of meshes: replicas, and shards in each."""
+    shapes = [tuple(map(at_least(1), part.split("x"))) for part in text.split(",")]
+    if any(len(shape) != 2 for shape in shapes):
+        raise argparse.ArgumentTypeError(f"must be replicas and shards like 4x8, not {text!r}")
+    return shapes  # type: ignore[return-value]
 
 
 def at_least_each(least: int) -> Callable[[str], list[int]]:
@@ -206,18 +222,30 @@ def check_plan(args: argparse.Namespace) -> None:
         args.memory = args.memory and parse_bytes(args.memory)
         args.config = PassConfig(bucket=_bucket(args.bucket), regather=args.regather, hardware=args.hardware)
         if ":" not in args.factory:
-            llama(args.factory, args.batch, args.seq)
+            language_model(args.factory, args.batch, args.seq)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if args.search and (args.trace or args.replicas > 1 or args.reshard is not None or args.bucket != "module"):
+    if args.search and (
+        args.trace or args.mesh or args.replicas > 1 or args.reshard is not None or args.bucket != "module"
+    ):
         raise UsageError("--search chooses --bucket, --reshard and --replicas itself, and writes no --trace")
     if args.trace is not None and not os.access(args.trace.parent, os.W_OK):
         raise UsageError(f"cannot write to directory {args.trace.parent}")
-    for ranks in args.world_size:
-        if ranks % args.replicas or ranks == args.replicas:
-            raise UsageError(f"{ranks} ranks do not divide into {args.replicas} replicas of two shards or more")
+    args.worlds = _worlds(args)
     if ":" in args.factory:
         load_factory(args.factory)
+
+
+def _worlds(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """Numbers of ranks, and of replicas among them."""
+    if args.mesh is not None and (args.world_size is not None or args.replicas > 1):
+        raise UsageError("--mesh says how many ranks and replicas there are: leave out --world-size and --replicas")
+    meshes = [(replicas * shards, replicas) for replicas, shards in args.mesh or []]
+    worlds = meshes or [(ranks, args.replicas) for ranks in args.world_size or [8]]
+    for ranks, replicas in worlds:
+        if ranks % replicas or ranks == replicas:
+            raise UsageError(f"{ranks} ranks do not divide into {replicas} replicas of two shards or more")
+    return worlds
 
 
 def _bucket(text: str) -> str | int:
@@ -390,7 +418,7 @@ def run_plan(args: argparse.Namespace) -> int:
     Raises:
         UsageError: the model cannot be planned.
     """
-    factory = load_factory(args.factory) if ":" in args.factory else llama(args.factory, args.batch, args.seq)
+    factory = load_factory(args.factory) if ":" in args.factory else language_model(args.factory, args.batch, args.seq)
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32)
     try:
         return _search(args, factory, policy) if args.search else _plan(args, factory, policy)
@@ -400,7 +428,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def _search(args: argparse.Namespace, factory: Factory, policy: MixedPrecisionPolicy) -> int:
     fits = True
-    for ranks in args.world_size:
+    for ranks, _ in args.worlds:
         tried = plan_search.settings(ranks, args.hardware)
         planned = plan_search.plans(factory, ranks, args.config, tried, mp_policy=policy)
         found = [*tqdm(planned, desc=f"{ranks} ranks", total=len(tried), unit="plan", disable=None, leave=False)]
@@ -410,16 +438,20 @@ def _search(args: argparse.Namespace, factory: Factory, policy: MixedPrecisionPo
 
 
 def _plan(args: argparse.Namespace, factory: Factory, policy: MixedPrecisionPolicy) -> int:
-    how = {"mp_policy": policy, "reshard_after_forward": args.reshard}
     plans = [
-        make_plan(factory, ranks, args.config, args.replicas, **how)
-        for ranks in tqdm(args.world_size, desc="planning", unit="world", disable=None, leave=False)
+        make_plan(factory, ranks, args.config, replicas, mp_policy=policy, reshard_after_forward=args.reshard)
+        for ranks, replicas in tqdm(args.worlds, desc="planning", unit="world", disable=None, leave=False)
     ]
     print(f"{args.factory} on {args.hardware}, {args.dtype}, buckets: {args.bucket}")
-    print(as_table(plans, args.memory), end="", flush=True)
+    print(as_table(plans), end="", flush=True)
     if args.trace is not None:
         write_trace(plans, args.trace)
-    return 0 if args.memory is None or all(plan.peak <= args.memory for plan in plans) else 1
+    too_large = [plan for plan in plans if args.memory is not None and plan.peak > args.memory]
+    for plan in too_large:
+        print("", shortfall(plan, args.memory), sep="\n", flush=True)
+        setting = Setting(args.reshard, args.bucket, plan.replicas)
+        print(remedy(factory, plan, setting, args.config, args.memory, mp_policy=policy), flush=True)
+    return 1 if too_large else 0
 
 
 def _in_one_line(error: Exception) -> str:
