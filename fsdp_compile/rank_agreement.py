@@ -4,8 +4,8 @@
     rank 1   compare A ─ graph A ─ compare B ─ graph B ─ graph A ─ graph B ─ compare D ─ the same error
 
 Ranks that launch unlike collectives hang, or mix up each other's data. Those that run equal graphs come to what is new
-at the same point, whoever compiled when, or not at all because a cache had it; so the n-th comparison of a process group
-is of the same graph on all its ranks, and costs nothing once all is known. It goes through the group's store, not
+at the same point, whoever compiled when, or not at all because a cache had it; so the n-th comparison of a process
+group is of the same graph on all its ranks, and costs nothing once all is known. It goes through the group's store, not
 through collectives, and ends when the time of the process group is up.
 """
 
