@@ -35,14 +35,16 @@ from tqdm import tqdm
 from . import MixedPrecisionPolicy, plan_search, torch_compat  # the package registers our backends
 from .calibrate import MIB, calibrate
 from .explain_step import explain_step
-from .factory import Factory, FactoryError, llama
+from .factory import Factory, FactoryError, language_model
 from .local_ranks import RankFailed, UsageError, leave, run_ranks
 from .models import SIZES
 from .parity import compare_training
 from .passes import PassConfig
 from .passes.context import parse_bytes
 from .passes.profile_files import is_file_name
-from .plan_table import as_table
+from .plan_remedy import remedy
+from .plan_search import Setting
+from .plan_table import as_table, shortfall
 from .planning import make_plan
 from .trace_file import write_trace
 
@@ -124,15 +126,10 @@ def _add_plan(commands: Any) -> None:
         "GPU and no memory for the model.",
     )
     parser.set_defaults(check=check_plan, start=run_plan)
-    add = parser.add_argument
-    add("factory", metavar="MODULE:FACTORY", help=f"as for parity, or one of {', '.join(SIZES)}")
-    add("--world-size", type=at_least_each(2), default=[8], metavar="N[,N...]", help="ranks (default: 8)")
-    add("--replicas", type=at_least(1), default=1, help="that hold the same shards (HSDP); default: %(default)s")
-    add("--hardware", default="h100", help="a shipped profile or a file of calibrate's (default: %(default)s)")
+    add = _add_step(parser)
     add("--memory", metavar="SIZE", help="that a device has, like 80GiB; more is called too much")
     add("--search", action="store_true", help="try buckets, resharding and replicas, and say which to take")
     add("--trace", metavar="FILE", type=Path, help="also write a trace for Perfetto or about:tracing, .json")
-    _add_choices(parser)
 
 
 def _add_explain(commands: Any) -> None:
@@ -145,26 +142,32 @@ def _add_explain(commands: Any) -> None:
         "exposed and why, and what each pass did.",
     )
     parser.set_defaults(check=check_plan, start=run_explain, memory=None, search=False, trace=None)
-    add = parser.add_argument
-    add("factory", metavar="MODULE:FACTORY", help=f"as for parity, or one of {', '.join(SIZES)}")
-    add("--world-size", type=at_least_each(2), default=[8], metavar="N[,N...]", help="ranks (default: 8)")
-    add("--replicas", type=at_least(1), default=1, help="that hold the same shards (HSDP); default: %(default)s")
-    add("--hardware", default="h100", help="a shipped profile or a file of calibrate's (default: %(default)s)")
+    add = _add_step(parser)
     breaks = argparse.BooleanOptionalAction
     add("--allow-graph-breaks", action=breaks, default=True, help="explain a model of several graphs too (default)")
     add("--json", action="store_true", help="print all that is known as JSON, with each collective and its members")
-    _add_choices(parser)
 
 
-def _add_choices(parser: argparse.ArgumentParser) -> None:
-    """What plan and explain let a user choose."""
+def _add_step(parser: argparse.ArgumentParser) -> Callable[..., Any]:
+    """What plan and explain are told of a step; returns what adds further arguments."""
     add = parser.add_argument
+    add("factory", metavar="MODULE:FACTORY", help=f"as for parity, or a model: {', '.join(SIZES)}")
+    add("--world-size", type=at_least_each(2), metavar="N[,N...]", help="ranks (default: 8)")
+    add("--replicas", type=at_least(1), default=1, help="that hold the same shards (HSDP); default: %(default)s")
+    add(
+        "--mesh",
+        type=mesh_shapes,
+        metavar="RxS[,RxS...]",
+        help="instead of both: replicas and shards in each, like 4x8",
+    )
+    add("--hardware", default="h100", help="a shipped profile or a file of calibrate's (default: %(default)s)")
     add("--bucket", default="module", help='"module", "auto", "none" or a size like 25MB (default: %(default)s)')
     add("--regather", choices=["auto"], help='"auto": keep what saves time unsharded until the backward')
     add("--reshard", type=reshard, help="after forward: true, false or to how many ranks (default: all but the root)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="that is gathered and computed in (default: %(default)s)")
     add("--batch", type=at_least(1), default=1, help="sequences a rank, of built-in models (default: %(default)s)")
     add("--seq", type=at_least(1), default=2048, help="tokens a sequence, of built-in models (default: %(default)s)")
+    return add
 
 
 def _add_calibrate(commands: Any) -> None:
@@ -187,6 +190,14 @@ def _add_calibrate(commands: Any) -> None:
 def reshard(text: str) -> bool | int:
     named = {"true": True, "false": False}
     return named[text.lower()] if text.lower() in named else at_least(1)(text)
+
+
+def mesh_shapes(text: str) -> list[tuple[int, int]]:
+    """Shapes of meshes: replicas, and shards in each."""
+    shapes = [tuple(map(at_least(1), part.split("x"))) for part in text.split(",")]
+    if any(len(shape) != 2 for shape in shapes):
+        raise argparse.ArgumentTypeError(f"must be replicas and shards like 4x8, not {text!r}")
+    return shapes  # type: ignore[return-value]
 
 
 def at_least_each(least: int) -> Callable[[str], list[int]]:
@@ -238,18 +249,30 @@ def check_plan(args: argparse.Namespace) -> None:
         args.memory = args.memory and parse_bytes(args.memory)
         args.config = PassConfig(bucket=_bucket(args.bucket), regather=args.regather, hardware=args.hardware)
         if ":" not in args.factory:
-            llama(args.factory, args.batch, args.seq)
+            language_model(args.factory, args.batch, args.seq)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if args.search and (args.trace or args.replicas > 1 or args.reshard is not None or args.bucket != "module"):
+    if args.search and (
+        args.trace or args.mesh or args.replicas > 1 or args.reshard is not None or args.bucket != "module"
+    ):
         raise UsageError("--search chooses --bucket, --reshard and --replicas itself, and writes no --trace")
     if args.trace is not None and not os.access(args.trace.parent, os.W_OK):
         raise UsageError(f"cannot write to directory {args.trace.parent}")
-    for ranks in args.world_size:
-        if ranks % args.replicas or ranks == args.replicas:
-            raise UsageError(f"{ranks} ranks do not divide into {args.replicas} replicas of two shards or more")
+    args.worlds = _worlds(args)
     if ":" in args.factory:
         load_factory(args.factory)
+
+
+def _worlds(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """Numbers of ranks, and of replicas among them."""
+    if args.mesh is not None and (args.world_size is not None or args.replicas > 1):
+        raise UsageError("--mesh says how many ranks and replicas there are: leave out --world-size and --replicas")
+    meshes = [(replicas * shards, replicas) for replicas, shards in args.mesh or []]
+    worlds = meshes or [(ranks, args.replicas) for ranks in args.world_size or [8]]
+    for ranks, replicas in worlds:
+        if ranks % replicas or ranks == replicas:
+            raise UsageError(f"{ranks} ranks do not divide into {replicas} replicas of two shards or more")
+    return worlds
 
 
 def _bucket(text: str) -> str | int:
@@ -428,7 +451,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def _what_to_plan(args: argparse.Namespace) -> tuple[Factory, MixedPrecisionPolicy]:
-    factory = load_factory(args.factory) if ":" in args.factory else llama(args.factory, args.batch, args.seq)
+    factory = load_factory(args.factory) if ":" in args.factory else language_model(args.factory, args.batch, args.seq)
     return factory, MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32)
 
 
@@ -451,8 +474,8 @@ def run_explain(args: argparse.Namespace) -> int:
     how = {"mp_policy": mp_policy, "reshard_after_forward": args.reshard}
     with _one_graph(args):
         steps = [
-            explain_step(factory, ranks, args.config, args.replicas, args.allow_graph_breaks, **how)
-            for ranks in tqdm(args.world_size, desc="explaining", unit="world", disable=None, leave=False)
+            explain_step(factory, ranks, args.config, replicas, args.allow_graph_breaks, **how)
+            for ranks, replicas in tqdm(args.worlds, desc="explaining", unit="world", disable=None, leave=False)
         ]
     if args.json:
         print(json.dumps([step.as_json() for step in steps], indent=1), flush=True)
@@ -464,7 +487,7 @@ def run_explain(args: argparse.Namespace) -> int:
 
 def _search(args: argparse.Namespace, factory: Factory, policy: MixedPrecisionPolicy) -> int:
     fits = True
-    for ranks in args.world_size:
+    for ranks, _ in args.worlds:
         tried = plan_search.settings(ranks, args.hardware)
         planned = plan_search.plans(factory, ranks, args.config, tried, mp_policy=policy)
         found = [*tqdm(planned, desc=f"{ranks} ranks", total=len(tried), unit="plan", disable=None, leave=False)]
@@ -474,16 +497,20 @@ def _search(args: argparse.Namespace, factory: Factory, policy: MixedPrecisionPo
 
 
 def _plan(args: argparse.Namespace, factory: Factory, policy: MixedPrecisionPolicy) -> int:
-    how = {"mp_policy": policy, "reshard_after_forward": args.reshard}
     plans = [
-        make_plan(factory, ranks, args.config, args.replicas, **how)
-        for ranks in tqdm(args.world_size, desc="planning", unit="world", disable=None, leave=False)
+        make_plan(factory, ranks, args.config, replicas, mp_policy=policy, reshard_after_forward=args.reshard)
+        for ranks, replicas in tqdm(args.worlds, desc="planning", unit="world", disable=None, leave=False)
     ]
     print(f"{args.factory} on {args.hardware}, {args.dtype}, buckets: {args.bucket}")
-    print(as_table(plans, args.memory), end="", flush=True)
+    print(as_table(plans), end="", flush=True)
     if args.trace is not None:
         write_trace(plans, args.trace)
-    return 0 if args.memory is None or all(plan.peak <= args.memory for plan in plans) else 1
+    too_large = [plan for plan in plans if args.memory is not None and plan.peak > args.memory]
+    for plan in too_large:
+        print("", shortfall(plan, args.memory), sep="\n", flush=True)
+        setting = Setting(args.reshard, args.bucket, plan.replicas)
+        print(remedy(factory, plan, setting, args.config, args.memory, mp_policy=policy), flush=True)
+    return 1 if too_large else 0
 
 
 def _in_one_line(error: Exception) -> str:

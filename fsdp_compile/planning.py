@@ -28,6 +28,7 @@ from .factory import Factory, FactoryError, arguments, call, loss_of, shard
 from .passes import PassConfig, Result, Traffic, bounds, copy_graph, evaluate
 from .passes.machine import cost_model
 
+OPTIMIZER = "optimizer state"  # a category of memory, beside those of ``passes.memory``
 OPTIMIZER_STATES = 2  # tensors that Adam keeps for each parameter, of its size and dtype
 
 
@@ -70,7 +71,7 @@ class Plan:
     def composition(self) -> dict[str, int]:
         """What fills the memory at the fullest moment: bytes by category."""
         memory = self.result.memory
-        return {**memory.composition(memory.peak_position), "optimizer state": self.optimizer_bytes}
+        return {**memory.composition(memory.peak_position), OPTIMIZER: self.optimizer_bytes}
 
 
 def make_plan(
