@@ -144,7 +144,8 @@ def _add_compare(commands: Any) -> None:
         allow_abbrev=False,
         help="say how far a simulated step is from a measured one",
         description="Compare a trace that plan --trace wrote with one that torch.profiler exported on a rank, and "
-        "print the error of the prediction for each collective and for the step. Exits with 1 if their collectives differ.",
+        "print the error of the prediction for each collective and for the step. Exits with 1 if they have other "
+        "collectives.",
     )
     parser.set_defaults(check=lambda args: None, start=run_compare)
     parser.add_argument("simulated", metavar="SIMULATED", type=Path, help="written by plan --trace")
