@@ -2,12 +2,13 @@
 
 from .backend import configure  # the module also registers the backends "fsdp" and "fsdp_eager"
 from .communication import AllGather, Comm, ReduceScatter
-from .explain import Explanation, ModuleRun, explain, set_strict
+from .explain import BreakPlace, Explanation, GraphRun, ModuleRun, explain
 from .fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from .fsdp_param import FSDPParam, ShardedState
 from .fsdp_param_group import FSDPParamGroup
 from .fsdp_state import FSDPState
 from .fully_shard import fully_shard
+from .last_run import set_strict
 from .mesh_info import DataParallelMeshDims, FSDPMeshInfo
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .shard_placement import ShardPlacementResult
@@ -16,6 +17,7 @@ from .trace_names import name_groups
 __all__ = [
     "AllGather",
     "Comm",
+    "BreakPlace",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "Explanation",
@@ -24,6 +26,7 @@ __all__ = [
     "FSDPParam",
     "FSDPParamGroup",
     "FSDPState",
+    "GraphRun",
     "MixedPrecisionPolicy",
     "ModuleRun",
     "OffloadPolicy",

@@ -138,11 +138,11 @@ class _NextToken(nn.Module):
 
 def debug_llama() -> tuple[nn.Module, MakeBatch]:
     """A factory: a Llama of two small blocks on random bytes, (2, 33) int64 on each rank and step."""
-    return llama("debug", batch=2, length=32)()
+    return language_model("debug", batch=2, length=32)()
 
 
-def llama(size: str, batch: int, length: int) -> Factory:
-    """A factory: a Llama of a known size on random tokens, (batch, length + 1) int64 on each rank and step.
+def language_model(size: str, batch: int, length: int) -> Factory:
+    """A factory: a model of one of ``models.SIZES`` on random tokens, (batch, length + 1) int64 on each rank and step.
 
     Raises:
         ValueError: there is no such size, or its sequences are shorter.
@@ -150,7 +150,7 @@ def llama(size: str, batch: int, length: int) -> Factory:
     from .models import SIZES, Llama
 
     if size not in SIZES:
-        raise ValueError(f"unknown size {size!r}; known are {', '.join(SIZES)}")
+        raise ValueError(f"unknown model {size!r}; known are {', '.join(SIZES)}")
     config = SIZES[size]
     if length > config.max_seq:
         raise ValueError(f"sequences of {size} have {config.max_seq} tokens at most, not {length}")

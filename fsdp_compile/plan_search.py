@@ -23,12 +23,12 @@ class Setting:
     """What can be chosen.
 
     Attributes:
-        reshard: ``reshard_after_forward``; ``None``: all but the root.
+        reshard: ``reshard_after_forward`` of ``fully_shard``.
         bucket: as of ``PassConfig``.
         replicas: that hold the same shards.
     """
 
-    reshard: bool | None
+    reshard: bool | int | None
     bucket: str
     replicas: int
 

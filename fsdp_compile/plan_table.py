@@ -9,13 +9,8 @@ from .passes.graph_view import kind_of, whole_bytes
 from .planning import Plan
 
 
-def as_table(plans: Sequence[Plan], memory: int | None = None) -> str:
-    """What each plan takes, beside what no plan can beat, and a line for each that does not fit.
-
-    Args:
-        plans: of one model.
-        memory: bytes that a device has; ``None``: as much as it takes.
-    """
+def as_table(plans: Sequence[Plan]) -> str:
+    """What each plan of one model takes, beside what no plan can beat."""
     categories = [name for name in plans[0].composition if any(plan.composition[name] for plan in plans)]
     rows: list[tuple[str, Callable[[Plan], str]]] = [
         ("ranks", lambda plan: f"{plan.world_size:,}"),
@@ -34,12 +29,16 @@ def as_table(plans: Sequence[Plan], memory: int | None = None) -> str:
         ("gathered", lambda plan: readable_size(_moved(plan, gathers=True))),
         ("reduced", lambda plan: readable_size(_moved(plan, gathers=False))),
     ]
-    cells = [[name, *map(cell, plans)] for name, cell in rows if name != "replicas" or plans[0].replicas > 1]
+    cells = [
+        [name, *map(cell, plans)]
+        for name, cell in rows
+        if name != "replicas" or any(plan.replicas > 1 for plan in plans)
+    ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "  ".join([f"{name:{widths[0]}}", *map(str.rjust, values, widths[1:])]).rstrip() for name, *values in cells
     ]
-    return "\n".join([f"sharded: {plans[0].sharding}", "", *lines, *_does_not_fit(plans, memory)]) + "\n"
+    return "\n".join([f"sharded: {plans[0].sharding}", "", *lines]) + "\n"
 
 
 def _moved(plan: Plan, gathers: bool) -> int:
@@ -48,12 +47,8 @@ def _moved(plan: Plan, gathers: bool) -> int:
     return sum(whole_bytes(start) for start in starts if (kind_of(start) == "all_gather") is gathers)
 
 
-def _does_not_fit(plans: Sequence[Plan], memory: int | None) -> list[str]:
-    lines = [_shortfall(plan, memory) for plan in plans if memory is not None and plan.peak > memory]
-    return ["", *lines] if lines else []
-
-
-def _shortfall(plan: Plan, memory: int) -> str:
+def shortfall(plan: Plan, memory: int) -> str:
+    """A line about a plan that does not fit: what it needs, and what most of that is."""
     needed, there = readable_size(plan.peak), readable_size(memory)
     name, size = max(plan.composition.items(), key=lambda part: part[1])
     return f"{plan.world_size} ranks do not fit: {needed} of {there}; most of it: {name}, {readable_size(size)}"

@@ -102,17 +102,19 @@ def read_simulated(path: Path, ranks: int | None) -> Simulated:
         TraceError: the file is no trace by ``fsdp-compile plan``, or has no such number of ranks.
     """
     _, entries = read_entries(path)
-    bars = [entry for entry in entries if entry.get("ph") == "X"]
-    worlds = sorted({entry["pid"] for entry in bars if "phase" in entry.get("args", {})}, key=str)
+    worlds = {entry["pid"]: entry["args"]["ranks"] for entry in entries if "ranks" in entry.get("args", {})}
     if not worlds:
-        raise TraceError(f"{path} is no trace that fsdp-compile plan --trace wrote: it has no simulated collectives")
+        raise TraceError(f"{path} is no trace that fsdp-compile plan --trace wrote: it says of no number of ranks")
     if ranks is None and len(worlds) == 1:
-        (ranks,) = worlds
-    if ranks not in worlds:
-        known = ", ".join(map(str, worlds))
+        ranks = next(iter(worlds.values()))
+    chosen = [process for process, there in worlds.items() if there == ranks]
+    if len(chosen) > 1:
+        raise TraceError(f"{path} has several plans for the same number of ranks; write a trace with one")
+    if not chosen:
+        known = ", ".join(map(str, worlds.values()))
         raise TraceError(f"{path} is for {known} ranks, but the measured trace is of {ranks or 'unknown'} ranks")
     try:
-        bars = [entry for entry in bars if entry["pid"] == ranks]
+        bars = [entry for entry in entries if entry.get("ph") == "X" and entry["pid"] == chosen[0]]
         launched = sorted((entry for entry in bars if "phase" in entry.get("args", {})), key=lambda entry: entry["ts"])
         end = max(entry["ts"] + entry["dur"] for entry in bars)
         return Simulated(end * MICRO, [_predicted(entry) for entry in launched])

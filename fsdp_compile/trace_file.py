@@ -1,6 +1,6 @@
 """A plan as a trace for a viewer: Perfetto, or Chrome's ``about:tracing``.
 
-One process for each number of ranks; in it a track of compute with the moments at which it stands still, one for each
+One process for each plan; in it a track of compute with the moments at which it stands still, one for each
 process group, and the memory over time. The format is the Trace Event Format's JSON (Google), times in microseconds.
 """
 
@@ -26,15 +26,15 @@ def write_trace(plans: Sequence[Plan], path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    entries = [entry for plan in plans for entry in trace_of(plan)]
+    entries = [entry for process, plan in enumerate(plans) for entry in trace_of(plan, process)]
     path.write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}) + "\n")
 
 
-def trace_of(plan: Plan) -> Iterator[Entry]:
-    """The entries of one plan."""
-    process, timeline = plan.world_size, plan.result.timeline
+def trace_of(plan: Plan, process: int) -> Iterator[Entry]:
+    """The entries of one plan, as those of a process with that number."""
+    timeline = plan.result.timeline
     tracks = {lane: number for number, lane in enumerate([COMPUTE, *sorted(timeline.lane_seconds)])}
-    yield _name("process_name", process, 0, f"{process} ranks")
+    yield _name("process_name", process, 0, _title(plan), ranks=plan.world_size)
     for lane, track in tracks.items():
         yield _name("thread_name", process, track, lane)
     for event in timeline.events():
@@ -47,6 +47,11 @@ def trace_of(plan: Plan) -> Iterator[Entry]:
         yield {"ph": "C", "name": "memory", "pid": process, "ts": begin * MICRO, "args": {"bytes": live}}
 
 
+def _title(plan: Plan) -> str:
+    replicas = f", {plan.replicas} replicas" if plan.replicas > 1 else ""
+    return f"{plan.world_size} ranks{replicas}"
+
+
 def _of_collective(event: Event) -> Entry:
     exposed = {"exposed us": event.exposed * MICRO, "exposed as": event.reason}
     return {"phase": event.phase, "bytes": event.bytes, "parameters": event.params, **exposed}
@@ -57,5 +62,5 @@ def _bar(name: str, process: int, track: int, begin: float, end: float, more: En
     return {"ph": "X", "name": name, "pid": process, "tid": track, **times, "args": more}
 
 
-def _name(kind: str, process: int, track: int, name: str) -> Entry:
-    return {"ph": "M", "name": kind, "pid": process, "tid": track, "args": {"name": name}}
+def _name(kind: str, process: int, track: int, name: str, **more: int) -> Entry:
+    return {"ph": "M", "name": kind, "pid": process, "tid": track, "args": {"name": name, **more}}

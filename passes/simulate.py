@@ -104,7 +104,12 @@ class Transfer:
             return f"last of the {self.phase.name}"
         if self.compute_before == self.compute_until_wait:
             return "waited for at once"
-        return f"launched only after {self.after}"
+        return f"launched only after {self._last_compute}"
+
+    @property
+    def _last_compute(self) -> str:
+        tag = tag_of(self.after) if self.after is not None else None
+        return f"copies for [{tag.name or 'root'}]" if tag else str(self.after)
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,17 @@ def name_of_compile() -> str:
     """Which of this process's compiles runs, as torch numbers them in its logs, or empty; there is no public way."""
     from torch._guards import CompileContext
 
-    return str(CompileContext.current_compile_id() or "").replace("/", ".")
+    return str(CompileContext.current_compile_id() or "")
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Put a text into the running compile's part of torch's structured trace, if one is written (``TORCH_TRACE``).
+
+    There is no public way. ``text`` is not called where no trace is written.
+    """
+    from torch._logging import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 
 def real_tensors() -> AbstractContextManager[Any]:

@@ -34,6 +34,15 @@ SAME_FLOPS: dict[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
 
+
+def _grouped_product_flops(left: Any, right: Any, *_: Any, **__: Any) -> Size:
+    """FLOPs of ``aten._grouped_mm``, which torch's flop counter does not know: each row, or column, is in one group."""
+    (*groups, rows, inner), (*also, _, columns) = left.shape, right.shape
+    return 2 * rows * inner * columns * (groups[0] if groups and also else 1)
+
+
+FLOPS: dict[Any, Any] = {**flop_registry, aten._grouped_mm: _grouped_product_flops}
+
 # Read as much of their first input, a table, as they put out.
 LOOKUPS = (aten.embedding, aten.index, aten.gather, aten.index_select)
 
@@ -159,7 +168,7 @@ def _flops(node: Node, traced_sizes: dict[sympy.Symbol, int]) -> tuple[Size, tor
     tensors = [tensor for each in (*node.all_input_nodes, node) for tensor in tensors_of(each)]
     dtype = tensors[0].dtype if tensors else torch.float32
     packet = getattr(node.target, "overloadpacket", node.target)
-    formula = flop_registry.get(SAME_FLOPS.get(packet, packet))
+    formula = FLOPS.get(SAME_FLOPS.get(packet, packet))
     if formula is None:
         return 0, dtype
 

@@ -43,12 +43,13 @@ def step_on_gloo(at: float, longer: float = 0.0, groups: str = "a") -> list[Entr
 
 def simulated(ranks: int, *collectives: tuple[str, str, float, float]) -> list[Entry]:
     """Phase, title, duration and exposed microseconds of each; they follow each other, then 5 us of compute."""
-    entries, now = [], 0.0
+    process = {"ph": "M", "name": "process_name", "pid": 70 + ranks, "tid": 0, "args": {"name": "", "ranks": ranks}}
+    entries, now = [process], 0.0
     for phase, title, duration, exposed in collectives:
         args = {"phase": phase, "bytes": 4, "parameters": [], "exposed us": exposed, "exposed as": ""}
-        entries.append({**bar(title, now, now + duration), "pid": ranks, "args": args})
+        entries.append({**bar(title, now, now + duration), "pid": 70 + ranks, "args": args})
         now += duration
-    return [*entries, {**bar("mm", now, now + 5), "pid": ranks}]
+    return [*entries, {**bar("mm", now, now + 5), "pid": 70 + ranks}]
 
 
 def write(path: Path, entries: list[Entry], ranks: int | None = 2) -> Path:

@@ -203,6 +203,18 @@ def test_attention_on_cpu_counts_like_attention() -> None:
     assert model().work(on_cpu).flops == flop_registry[aten._scaled_dot_product_flash_attention](*shapes)
 
 
+def test_grouped_products_count_like_products_of_all_rows() -> None:
+    """torch's flop counter does not know them: rows of one group each, and, for gradients of weights, columns."""
+    maker = GraphMaker()
+    sizes = (48, 16), (4, 16, 32), (16, 48)
+    rows, weights, columns = (maker.input(torch.bfloat16, size) for size in sizes)
+    ends = maker.input(torch.int32, (4,))
+    products = [emit(maker.graph, aten._grouped_mm.default, *pair, ends) for pair in ((rows, weights), (columns, rows))]
+    maker.finish(*products)
+    assert [each.meta["val"].shape for each in products] == [(48, 32), (4, 16, 16)]
+    assert [model().work(each).flops for each in products] == [2 * 48 * 16 * 32, 2 * 16 * 48 * 16]
+
+
 # -- collectives ------------------------------------------------------------------------------------------------------
 
 

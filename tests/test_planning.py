@@ -14,9 +14,9 @@ from fake_world import fake_world, graphs_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import backend, fully_shard, torch_compat
-from fsdp_compile.factory import FactoryError, MakeBatch, llama
-from fsdp_compile.passes import PassConfig, Traffic
-from fsdp_compile.plan_table import as_table
+from fsdp_compile.factory import FactoryError, MakeBatch, language_model
+from fsdp_compile.passes import PassConfig, Traffic, readable_size
+from fsdp_compile.plan_table import as_table, shortfall
 from fsdp_compile.planning import make_plan
 
 WIDTH = 64
@@ -70,7 +70,7 @@ def test_what_fills_the_memory() -> None:
 @pytest.mark.slow
 def test_a_model_of_any_size() -> None:
     """8 billion parameters: on data they would take 32 GB. More ranks, less memory, and as much to gather."""
-    few, many = (make_plan(llama("llama3-8b", 1, 512), ranks) for ranks in (8, 64))
+    few, many = (make_plan(language_model("llama3-8b", 1, 512), ranks) for ranks in (8, 64))
     assert few.optimizer_bytes > 7 * 2**30 > 6 * many.optimizer_bytes and few.peak > many.peak
     assert few.traffic[0].gathers == many.traffic[0].gathers == 33
 
@@ -134,12 +134,14 @@ def test_a_plan_needs_a_process_of_its_own() -> None:
 
 def test_the_table() -> None:
     plans = [make_plan(net, ranks) for ranks in (2, 16)]
-    lines = as_table(plans, memory=plans[1].peak).splitlines()
+    lines = as_table(plans).splitlines()
     named = {line[:30].strip(): line[30:].split() for line in lines}
-    assert named["ranks"] == ["2", "16"] and named["gathers"] == ["3", "+", "2"] * 2
-    assert lines[-1].startswith("2 ranks do not fit: ") and "do not fit" not in lines[-2]
+    assert named["ranks"] == ["2", "16"] and named["gathers"] == ["3", "+", "2"] * 2 and "replicas" not in named
     assert named["gathered"][:2] == named["gathered"][2:], "whole parameters, for any number of ranks"
-    assert "do not fit" not in as_table(plans)
+    assert shortfall(plans[0], 2**20) == (
+        f"2 ranks do not fit: {readable_size(plans[0].peak)} of 1 MiB; most of it: optimizer state, "
+        f"{readable_size(plans[0].optimizer_bytes)}"
+    )
 
 
 def command(*arguments: str) -> tuple[int, str, str]:
@@ -153,7 +155,14 @@ def test_the_command() -> None:
     code, out, err = command("debug", "--seq", "64", "--world-size", "2,8", "--memory", "1MiB", "--reshard", "2")
     assert code == 1 and not err, "one does not fit"
     assert out.startswith("debug on h100, bfloat16, buckets: module\nsharded: each of the 2 modules in model.blocks")
-    assert "do not fit" in out
+    assert out.count("do not fit") == 1 and "\n2 ranks do not fit: " in out
+    assert out.splitlines()[-1].startswith("  would fit: --world-size ")
+
+
+def test_meshes_side_by_side() -> None:
+    code, out, err = command("debug", "--seq", "64", "--mesh", "1x8,2x4")
+    rows = {line[:30].strip(): line[30:].split() for line in out.splitlines()}
+    assert code == 0 and not err and rows["ranks"] == ["8", "8"] and rows["replicas"] == ["1", "2"]
 
 
 BREAKS_AT_LINE_5 = """import torch
@@ -175,12 +184,15 @@ def test_a_graph_break_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["debugg"], "unknown size 'debugg'; known are debug, "),
+        (["debug", "--mesh", "8"], "argument --mesh: must be replicas and shards like 4x8, not '8'"),
+        (["debug", "--mesh", "2x1"], "2 ranks do not divide into 2 replicas of two shards or more"),
+        (["debug", "--mesh", "2x4", "--world-size", "8"], "--mesh says how many ranks and replicas there are"),
+        (["debugg"], "unknown model 'debugg'; known are debug, "),
         (["debug", "--hardware", "h1000"], "unknown hardware profile 'h1000'; known are a100, "),
         (["debug", "--world-size", "8,x"], "argument --world-size: must be a whole number, not 'x'"),
         (["debug", "--memory", "80 cats"], "expected a size like 80GiB or 25MB, not '80 cats'"),
     ],
-    ids=["model", "hardware", "ranks", "memory"],
+    ids=["shape", "no shards", "both", "model", "hardware", "ranks", "memory"],
 )
 def test_bad_arguments(arguments: list[str], says: str) -> None:
     code, out, err = command(*arguments)

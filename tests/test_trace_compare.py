@@ -9,6 +9,7 @@ import pytest
 from hand_written_traces import by_gloo, simulated, step_on_gloo, write
 
 from fsdp_compile import cli
+from fsdp_compile.measured_trace import TraceError
 from fsdp_compile.trace_compare import as_table, compare
 
 A = ("forward", "all_gather [a]", 5.0, 5.0), ("backward", "reduce_scatter [a]", 30.0, 0.0)
@@ -93,8 +94,8 @@ def test_transfers_that_are_not_in_the_trace(plan: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("ranks", "complaint"),
     [
-        (3, "plan.json is for 2, 4 ranks, but the measured trace is of 3 ranks"),
-        (None, "plan.json is for 2, 4 ranks, but the measured trace is of unknown ranks"),
+        (3, "plan.json is for 4, 2 ranks, but the measured trace is of 3 ranks"),
+        (None, "plan.json is for 4, 2 ranks, but the measured trace is of unknown ranks"),
     ],
 )
 def test_other_ranks(
@@ -107,6 +108,14 @@ def test_other_ranks(
 ) -> None:
     assert call(monkeypatch, plan, write(tmp_path / "run.json", step_on_gloo(0), ranks)) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_several_plans_for_the_same_ranks(tmp_path: Path) -> None:
+    """As of meshes side by side."""
+    second = [{**entry, "pid": 99} for entry in simulated(2, *A)]
+    plan = write(tmp_path / "plan.json", [*simulated(2, *A), *second], None)
+    with pytest.raises(TraceError, match="several plans"):
+        compare(plan, write(tmp_path / "run.json", step_on_gloo(0)))
 
 
 def test_the_only_simulated_ranks_are_taken_where_the_trace_says_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""A Llama-style language model, small enough to read at once, and the way we shard it."""
+"""A Llama-style language model, small enough to read at once, and the way we shard it.
+
+Qwen3 is one whose queries and keys are normed; Mixtral one whose feed-forward is a mixture of experts.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,20 @@ class LlamaConfig:
     """The shape of a :class:`Llama`.
 
     Attributes:
-        dim: width of the residual stream; a multiple of ``heads``.
+        dim: width of the residual stream.
         layers: number of blocks.
-        heads: query heads; ``dim // heads`` is even, as rotary embeddings turn pairs.
+        heads: query heads.
         kv_heads: key and value heads; divides ``heads``.
-        ffn_dim: inner width of the SwiGLU.
+        ffn_dim: inner width of the SwiGLU, of each if there are several.
         vocab: number of tokens; 256 means that a token is a byte.
         max_seq: longest sequence that forward accepts.
         rope_theta: base of the rotary frequencies.
         norm_eps: what RMSNorm adds to the mean square.
         tied: whether the output head is the embedding matrix.
+        head_width: of a head, even, as rotary embeddings turn pairs; ``None``: ``dim / heads``.
+        qk_norm: whether each head's queries and keys are normed.
+        experts: SwiGLUs of a block, of which a router chooses for each token; 0: one, for all tokens.
+        experts_per_token: that it chooses.
     """
 
     dim: int
@@ -41,37 +48,26 @@ class LlamaConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     tied: bool = False
+    head_width: int | None = None
+    qk_norm: bool = False
+    experts: int = 0
+    experts_per_token: int = 2
 
     def __post_init__(self) -> None:
-        if self.dim % self.heads or (self.dim // self.heads) % 2:
+        if self.head_width is None and self.dim % self.heads or self.head_dim % 2:
             raise ValueError(f"dim {self.dim} must split into {self.heads} heads of an even width")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
+        if self.experts and not 0 < self.experts_per_token <= self.experts:
+            raise ValueError(f"{self.experts_per_token} of {self.experts} experts for a token")
 
     @property
     def head_dim(self) -> int:
-        return self.dim // self.heads
+        return self.head_width or self.dim // self.heads
 
     def with_head(self, tied: bool) -> LlamaConfig:
         """The same shape with a tied or an untied head."""
         return replace(self, tied=tied)
-
-
-SIZES: dict[str, LlamaConfig] = {
-    "debug": LlamaConfig(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=160),
-    "small": LlamaConfig(dim=192, layers=4, heads=6, kv_heads=3, ffn_dim=512),
-    "100m": LlamaConfig(dim=768, layers=12, heads=12, kv_heads=12, ffn_dim=2048),
-    "1b": LlamaConfig(dim=2048, layers=20, heads=16, kv_heads=8, ffn_dim=6144),
-    "llama3-8b": LlamaConfig(
-        dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336, vocab=128256, max_seq=8192, rope_theta=500_000.0
-    ),
-    "llama3-70b": LlamaConfig(
-        dim=8192, layers=80, heads=64, kv_heads=8, ffn_dim=28672, vocab=128256, max_seq=8192, rope_theta=500_000.0
-    ),
-    "llama3-405b": LlamaConfig(
-        dim=16384, layers=126, heads=128, kv_heads=8, ffn_dim=53248, vocab=128256, max_seq=8192, rope_theta=500_000.0
-    ),
-}
 
 
 class Llama(nn.Module):
@@ -125,7 +121,7 @@ class Llama(nn.Module):
         for index, (name, param) in enumerate(self.named_parameters()):
             full = torch.ones(param.shape, dtype=param.dtype, device=param.device)
             if "norm" not in name:
-                writes_residual = name.endswith(("wo.weight", "down.weight"))
+                writes_residual = name.removesuffix(".weight").endswith((".wo", ".down"))
                 generator = torch.Generator(param.device).manual_seed(seed * 1_000_003 + index)
                 full.normal_(std=residual_std if writes_residual else 0.02, generator=generator)
             if isinstance(param, DTensor):
@@ -141,7 +137,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.ffn = FeedForward(config)
+        self.ffn = Experts(config) if config.experts else FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
@@ -158,15 +154,51 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
         self.wo = nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
         self.is_grouped = config.heads != config.kv_heads
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in (self.wq, self.wk, self.wv)
         )  # (B, heads, T, head_dim)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         x = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.is_grouped)
         return self.wo(x.transpose(1, 2).flatten(-2))
+
+
+class Experts(nn.Module):
+    """Mixture of SwiGLUs: each token goes to some of them, and gets the sum of their outputs, weighted by a router.
+
+    No token is dropped, and shapes do not depend on the routing: rows are sorted by expert, and all experts' products
+    are one grouped product, as in MegaBlocks (Gale et al., 2022). Scores are as Mixtral's (Jiang et al., 2024): softmax
+    over those that are chosen. Products are computed in bfloat16, the dtype that torch has them in.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.count, self.chosen = config.experts, config.experts_per_token
+        self.router = nn.Linear(config.dim, config.experts, bias=False)
+        # The experts' rows below each other, so that they shard evenly over more ranks than there are experts.
+        self.gate = nn.Parameter(torch.empty(config.experts * config.ffn_dim, config.dim))
+        self.up = nn.Parameter(torch.empty(config.experts * config.ffn_dim, config.dim))
+        self.down = nn.Parameter(torch.empty(config.experts * config.dim, config.ffn_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        scores, experts = self.router(tokens).topk(self.chosen)  # (tokens, chosen), as are the rows below, flat
+        weights = scores.softmax(-1, dtype=torch.float32).flatten()
+        by_expert = experts.flatten().argsort(stable=True)
+        ends = F.one_hot(experts.flatten(), self.count).sum(0).cumsum(0, dtype=torch.int32)
+        rows = tokens[by_expert // self.chosen].bfloat16()
+        rows = F.silu(self._product(rows, self.gate, ends)) * self._product(rows, self.up, ends)
+        rows = self._product(rows, self.down, ends)[by_expert.argsort()]
+        return (rows * weights[:, None]).unflatten(0, (-1, self.chosen)).sum(1).type_as(x).view_as(x)
+
+    def _product(self, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """Each row times its expert's part of ``weight``, transposed; rows of expert ``i`` end before ``ends[i]``."""
+        return F.grouped_mm(rows, weight.unflatten(0, (self.count, -1)).bfloat16().transpose(1, 2), offs=ends)
 
 
 class FeedForward(nn.Module):
