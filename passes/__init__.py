@@ -22,6 +22,7 @@ On the forward graph, the backward graph, and a graph that has no backward:
 6. ``dedup``: one gather for runs of a module that follow each other, instead of one for each run.
 7. ``fuse_copies``: one kernel for the casts, divisions and copies on each side of a collective, by ``operators``.
 8. ``for_gloo``: on gloo, which may not have several of the usual gathers under way, other collectives.
+9. ``announce``: one mark for profilers, which says what the graph is about to launch.
 
 Buckets and schedule go by what ``plan`` decides: where that is the cost model's, it tries both on copies first.
 
@@ -35,7 +36,7 @@ people), ``torch_compat`` (private torch APIs).
 
 How good their result is: ``simulate`` (when everything happens, on ``costs``), ``memory`` (what is live, on
 ``storages``), ``bounds`` (what no plan can beat: ``time_bound`` and ``memory_bound``, on ``reach``), ``result`` (all of
-it side by side).
+it side by side), ``summary`` (what is moved, when, and why it is exposed, without the graphs).
 
 How long a graph takes: ``hardware`` (what a machine can do) with ``alpha_beta`` (collectives) and ``profile_files``;
 ``work`` (what each node has to do) with ``data_flow`` and ``fusion``; ``cost_model`` puts the two together.
@@ -46,6 +47,7 @@ from __future__ import annotations
 from torch.fx import Graph
 
 from .accumulate import accumulate
+from .announce import announce
 from .bounds import Bounds, bounds
 from .bucket import bucket
 from .context import Effect, Observer, PassConfig, PassContext, Report, Traffic, source_digest
@@ -67,6 +69,7 @@ from .schedule import schedule
 from .simulate import Timeline, simulate
 from .skeleton import print_skeleton
 from .stages import run_stage
+from .summary import Summary, merged, summarize
 from .torch_compat import RESIZE, copy_graph, copy_node, is_alias
 
 __all__ = [
@@ -88,9 +91,11 @@ __all__ = [
     "Placement",
     "Report",
     "Result",
+    "Summary",
     "Timeline",
     "Traffic",
     "accumulate",
+    "announce",
     "bounds",
     "bucket",
     "copy_graph",
@@ -103,6 +108,7 @@ __all__ = [
     "has_backward",
     "is_alias",
     "keep_slices",
+    "merged",
     "print_skeleton",
     "profile",
     "readable_size",
@@ -113,6 +119,7 @@ __all__ = [
     "schedule",
     "simulate",
     "source_digest",
+    "summarize",
     "tag_digest",
     "teach_inductor",
     "world_symbol",
@@ -154,5 +161,6 @@ def _plan(parts: Parts, context: PassContext) -> None:
     run_stage(6, parts, context, lambda: [dedup(graph, PassContext(config)) for graph in graphs])
     run_stage(7, parts, context, lambda: [fuse_copies(graph, context) for graph in graphs])
     show("after", parts, context)
-    last = run_stage(8, parts, context, lambda: [for_gloo(graph, context) for graph in graphs])
+    run_stage(8, parts, context, lambda: [for_gloo(graph, context) for graph in graphs])
+    last = run_stage(9, parts, context, lambda: [announce(graph, context) for graph in graphs])
     record_step(parts, first, last, config.bucket)

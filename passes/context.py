@@ -158,6 +158,10 @@ class Traffic:
             *(len(copies(graph)), len(frees(graph))),
         )
 
+    def __add__(self, other: Traffic) -> Traffic:
+        """That of both graphs."""
+        return Traffic(*map(int.__add__, astuple(self), astuple(other)))
+
 
 @dataclass(frozen=True)
 class Effect:

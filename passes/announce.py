@@ -1,0 +1,82 @@
+"""Has a graph say to a profiler which collectives it is about to launch, so that a trace of a real run shows names.
+
+    ... ─ START ─ START ─ ...   ->   ... ─ ANNOUNCE ─ START ─ START ─ ...
+
+The one operator says all that the graph launches, in order: "fsdp_compile forward: all_gather [blocks.0]; ...". It does
+nothing unless a profiler runs, and then shows this text as a mark in the trace. As it is part of the graph, it is part
+of the code that a compiler makes of it, also where that comes from a cache and no pass runs. Launches run in graph
+order, so the n-th launch after the mark is the n-th in the text.
+
+The names are those of the plan: where ``gloo`` has written several launches for a collective, it says "x 3" after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+import torch
+from torch.fx import Graph, Node
+
+from .context import PassContext, Report, Traffic
+from .graph_view import has_backward, is_launch, planned_of
+from .torch_compat import emit, profiler_range
+
+PREFIX = "fsdp_compile"
+
+_library = torch.library.Library("fsdp_passes", "FRAGMENT")
+# It takes what the first launch sends, so that a compiler knows where it belongs.
+_library.define("announce(Tensor[] sent, str text) -> ()")
+
+ANNOUNCE = torch.ops.fsdp_passes.announce.default
+torch.fx.node.has_side_effect(ANNOUNCE)  # so that it is not taken for dead
+
+
+@torch.library.impl(_library, "announce", "CompositeExplicitAutograd")
+def _announce(sent: list[torch.Tensor], text: str) -> None:
+    with profiler_range(text):
+        pass
+
+
+@torch.library.register_fake("fsdp_passes::announce", lib=_library)
+def _(sent: list[torch.Tensor], text: str) -> None:
+    pass
+
+
+def announce(graph: Graph, context: PassContext) -> Report:
+    """Add the mark before the first launch, if there is a launch and no mark.
+
+    Args:
+        graph: forward or backward graph, or a graph without backward, after all other passes.
+        context: shared by the passes; not read.
+    """
+    traffic = Traffic.of(graph)
+    launches = [node for node in graph.nodes if is_launch(node)]
+    announced = graph.find_nodes(op="call_function", target=ANNOUNCE)
+    if not launches or announced:
+        return Report("announce", 0, traffic, traffic)
+    first = launches[0]
+    with graph.inserting_before(first):
+        emit(graph, ANNOUNCE, first.all_input_nodes[:1], announcement(_phase(graph), _counted(launches)))
+    graph.lint()
+    return Report("announce", 1, traffic, Traffic.of(graph))
+
+
+def announcement(phase: str, launches: Iterable[tuple[str, int]]) -> str:
+    """The text of a mark.
+
+    Args:
+        phase: "forward" or "backward".
+        launches: titles of collectives, in order, and how many launches each takes.
+    """
+    listed = [title if count == 1 else f"{title} x {count}" for title, count in launches]
+    return f"{PREFIX} {phase}: {'; '.join(listed)}"
+
+
+def _phase(graph: Graph) -> str:
+    return "backward" if has_backward(graph) else "forward"
+
+
+def _counted(launches: list[Node]) -> Iterable[tuple[str, int]]:
+    for (_, title), parts in groupby(map(planned_of, launches)):
+        yield title, len([*parts])
