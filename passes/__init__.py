@@ -32,7 +32,9 @@ graphs in place, leaves them lint-clean and in topological order, does nothing w
 
 Around the passes: ``context`` (what they are told and report), ``stages`` (runs them, measures), ``records`` (logs,
 traces and dumps what they do), ``graph_view`` (what they read), ``skeleton`` (prints a graph's communication for
-people), ``torch_compat`` (private torch APIs).
+people), ``summary`` (says of graphs what is moved and when), ``torch_compat`` (private torch APIs), ``verify`` (rules
+that every pass keeps: of the form of graphs, ``verify_form``; of memory, ``verify_storages``; of what is moved,
+``verify_traffic``; who breaks one is named in a ``fault``).
 
 How good their result is: ``simulate`` (when everything happens, on ``costs``), ``memory`` (what is live, on
 ``storages``), ``bounds`` (what no plan can beat: ``time_bound`` and ``memory_bound``, on ``reach``), ``result`` (all of
@@ -44,16 +46,19 @@ How long a graph takes: ``hardware`` (what a machine can do) with ``alpha_beta``
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import Graph
 
 from .accumulate import accumulate
 from .announce import announce
 from .bounds import Bounds, bounds
 from .bucket import bucket
-from .context import Effect, Observer, PassConfig, PassContext, Report, Traffic, source_digest
+from .context import Effect, Observer, Parts, PassConfig, PassContext, Report, Traffic, source_digest
 from .cost_model import CostModel, Placement, world_symbol
 from .costs import KindsApart
 from .dedup import dedup
+from .fault import InvalidGraph
 from .fuse_copies import fuse_copies
 from .gloo import for_gloo
 from .graph_view import REDUCE, RESHARD, UNSHARD, gathers_repeat, has_backward, tag_digest
@@ -62,7 +67,7 @@ from .keep_slices import keep_slices
 from .memory import MemoryProfile
 from .operators import GATHER, teach_inductor
 from .plan import decide, merge, order
-from .records import Parts, record_step, show
+from .records import record_step, show
 from .regather import regather
 from .result import Result, evaluate, readable_size
 from .schedule import schedule
@@ -71,6 +76,7 @@ from .skeleton import print_skeleton
 from .stages import run_stage
 from .summary import Summary, merged, summarize
 from .torch_compat import RESIZE, copy_graph, copy_node, is_alias
+from .verify import verified, verify, verify_ranks
 
 __all__ = [
     "GATHER",
@@ -84,6 +90,7 @@ __all__ = [
     "CostModel",
     "Effect",
     "HardwareProfile",
+    "InvalidGraph",
     "Network",
     "Observer",
     "PassConfig",
@@ -122,6 +129,9 @@ __all__ = [
     "summarize",
     "tag_digest",
     "teach_inductor",
+    "verified",
+    "verify",
+    "verify_ranks",
     "world_symbol",
 ]
 
@@ -138,6 +148,8 @@ def run_parts(forward: Graph, backward: Graph, context: PassContext) -> None:
     """Run the passes on the two graphs partitioned from a joint graph."""
     parts = {"forward": forward, "backward": backward}
     show("before", parts, context)
+    if context.config.verify:
+        verify("partitioning", parts)
     run_stage(2, parts, context, lambda: [keep_slices(forward, backward, context)])
     run_stage(3, parts, context, lambda: [accumulate(backward, context)])
     _plan(parts, context)
@@ -155,10 +167,11 @@ def _plan(parts: Parts, context: PassContext) -> None:
     """Run the passes that decide what is moved together, when, and with which copies."""
     graphs = [*parts.values()]
     config, budget = decide(graphs, context.config)
+    context = replace(context, config=config)
     first = run_stage(4, parts, context, lambda: merge(graphs, config))
     if config.schedule:
-        run_stage(5, parts, context, lambda: order(graphs, config, budget))
-    run_stage(6, parts, context, lambda: [dedup(graph, PassContext(config)) for graph in graphs])
+        run_stage(5, parts, context, lambda: order(graphs, config, budget), budget)
+    run_stage(6, parts, context, lambda: [dedup(graph, context) for graph in graphs])
     run_stage(7, parts, context, lambda: [fuse_copies(graph, context) for graph in graphs])
     show("after", parts, context)
     run_stage(8, parts, context, lambda: [for_gloo(graph, context) for graph in graphs])

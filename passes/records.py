@@ -12,19 +12,16 @@ logger of ``skeleton``, DEBUG           the communication skeletons before and a
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.fx import Graph
 
 from . import skeleton
-from .context import PassConfig, PassContext, Report
+from .context import Parts, PassConfig, PassContext, Report
 from .skeleton import print_skeleton
 from .torch_compat import name_of_compile, trace_artifact
-
-Parts = Mapping[str, Graph]  # by name, in the order in which they run
 
 _log = logging.getLogger(__name__)
 _skeleton_log = logging.getLogger(skeleton.__name__)
