@@ -26,7 +26,12 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from . import passes, torch_compat
+from . import (
+    compiled_graphs,
+    passes,
+    rank_agreement,  # noqa: F401  # listens to what graphs launch
+    torch_compat,
+)
 from .inductor_order import FxOrder, pinned_after
 from .lowering import Decompositions, lower
 from .passes import PassContext
@@ -73,13 +78,32 @@ def observed(observer: passes.Observer) -> Iterator[list[passes.Report]]:
         _context.observer, _context.reports = outer
 
 
+@contextmanager
+def _noted() -> Iterator[PassContext]:
+    """What the passes are told; what they do inside is noted with the graph that is being compiled."""
+    compiled, config = compiled_graphs.of_trace(), _context.config
+    sum_up = compiled.observer(config.hardware) if compiled else None
+
+    def observe(stage: str, graph: Graph) -> None:
+        _context.observe(stage, graph)
+        if sum_up is not None:
+            sum_up(stage, graph)
+
+    context = PassContext(config, observe)
+    yield context
+    _context.reports.extend(context.reports)
+    if compiled:
+        compiled.note_passes(context.reports)
+
+
 def run_joint_hook(graph: Graph, decompositions: Decompositions) -> None:
     """Run the passes on what AOTAutograd traced, be it a joint graph or one without backward."""
     lower(graph, decompositions)
-    if passes.has_backward(graph):
-        passes.run_joint(graph, _context)
-    else:
-        passes.run_inference(graph, _context)
+    with _noted() as context:
+        if passes.has_backward(graph):
+            passes.run_joint(graph, context)
+        else:
+            passes.run_inference(graph, context)
     assert graph.owning_module is not None
     _note_tags(graph.owning_module)
 
@@ -93,11 +117,12 @@ def partition(
 ) -> tuple[GraphModule, GraphModule]:
     """Split a joint graph, and run the passes on both parts."""
     lower(joint.graph, decompositions)
-    passes.run_joint(joint.graph, _context)  # again under Inductor, whose own passes may have made unmarked views
-    # A module that runs twice gathers twice, with a free in between. Merging the two would hold the parameters so long.
-    with torch_compat.no_common_subexpressions() if passes.gathers_repeat(joint.graph) else nullcontext():
-        forward, backward = partitioner(joint, inputs, **kwargs)
-    passes.run_parts(forward.graph, backward.graph, _context)
+    with _noted() as context:
+        passes.run_joint(joint.graph, context)  # again under Inductor, whose own passes may have made unmarked views
+        # A module that runs twice gathers twice, with a free in between. Merged, the parameters would be held so long.
+        with torch_compat.no_common_subexpressions() if passes.gathers_repeat(joint.graph) else nullcontext():
+            forward, backward = partitioner(joint, inputs, **kwargs)
+        passes.run_parts(forward.graph, backward.graph, context)
     for part in (forward, backward):
         _note_tags(part)
     return forward, backward

@@ -1,41 +1,26 @@
-"""Says how each sharded module's last forward ran: in a compiled graph, or eagerly and why.
+"""Says how each sharded module's last forward ran, and what the graphs do that it ran in.
 
 >>> print(fsdp_compile.explain(model))
-module    ran
-(root)    in several graphs: a graph break inside its forward
-blocks.0  in a graph
-blocks.1  eagerly: set_all_reduce_hook has no traced form
+module                ran
+(root)                in several graphs: graph break at train.py:44: Call to `torch._dynamo.graph_break()`
+blocks.0              eagerly: set_all_reduce_hook has no traced form
+blocks.1 … blocks.31  in a graph
+
+Then for each graph what was captured, its collectives, when they are launched and waited for, which are exposed and
+why, and what each pass did.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FrameType, FunctionType
-from typing import TYPE_CHECKING, NoReturn
 
-import torch
 import torch.nn as nn
 
-from . import torch_compat
+from . import compiled_graphs, torch_compat
+from .last_run import EAGERLY, SPLIT, code_of, is_of_torch, is_ours
+from .passes import Report, Summary
 
-if TYPE_CHECKING:
-    from .fsdp_state import FSDPState
-
-NOT_RUN, IN_GRAPH, SPLIT, EAGERLY = "not yet", "in a graph", "in several graphs", "eagerly"
-
-_strict = False
-
-
-def set_strict(enabled: bool = True) -> None:
-    """Whether it is an error, a ``RuntimeError``, if the forward of a sharded module does not run in one graph.
-
-    It names the module and says why: it runs eagerly, or a graph break, with its reason and place, has split it.
-    """
-    global _strict
-    _strict = enabled
+ALL_CACHES_OFF = "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
 
 
 @dataclass(frozen=True)
@@ -43,7 +28,8 @@ class ModuleRun:
     """How one module's last forward ran.
 
     Attributes:
-        name: of the module, from the root; empty for the root.
+        name: of the module, from the root; empty for the root. From the model that was explained, if that has several
+            roots.
         how: ``"in a graph"``; ``"in several graphs"``, between which a graph break has split it, so that its parameters
             were kept until the backward; ``"eagerly"``; or ``"not yet"``.
         why: why not in one graph; or empty.
@@ -58,145 +44,138 @@ class ModuleRun:
 
 
 @dataclass(frozen=True)
+class GraphRun:
+    """One graph of Dynamo's, its backward included, that some module's last forward ran in.
+
+    Attributes:
+        number: in order of tracing, in this process.
+        modules: names of those that ran in it. Equal modules may share one, which carries the names of the first.
+        passes: what each did, of forward and backward together.
+        summary: what came out, for any transport, and how it goes by simulation; ``None`` if that is not known.
+        note: why something is not known; or empty.
+    """
+
+    number: int
+    modules: tuple[str, ...]
+    passes: tuple[Report, ...]
+    summary: Summary | None
+    note: str
+
+
+@dataclass(frozen=True)
+class BreakPlace:
+    """A graph break in the code of a module.
+
+    Attributes:
+        reason: in one line.
+        file, line: where; in code of torch's, the call of it.
+        modules: of the class in whose code it is; Dynamo does not say which of them.
+    """
+
+    reason: str
+    file: str
+    line: int
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Explanation:
-    """Of each sharded module, the root first, how its last forward ran; prints as a table."""
+    """How the last forward ran; prints as tables in which what is alike is folded.
+
+    Attributes:
+        modules: all that are sharded, the root first.
+        graphs: in which they ran.
+        breaks: in the code of the model since ``torch.compiler.reset()``.
+    """
 
     modules: tuple[ModuleRun, ...]
+    graphs: tuple[GraphRun, ...] = ()
+    breaks: tuple[BreakPlace, ...] = ()
 
     @property
     def eager(self) -> tuple[ModuleRun, ...]:
         """Those that did not run in one graph."""
         return tuple(run for run in self.modules if run.how in (EAGERLY, SPLIT))
 
+    @property
+    def details(self) -> str:
+        """The tables with each collective and all its members."""
+        from .explain_text import as_text
+
+        return as_text(self, folds=False)
+
     def __str__(self) -> str:
-        names = ["module", *(run.name or "(root)" for run in self.modules)]
-        width = max(map(len, names)) + 2
-        return "\n".join(f"{n:<{width}}{text}" for n, text in zip(names, ["ran", *self.modules], strict=True))
+        from .explain_text import as_text
+
+        return as_text(self, folds=True)
 
 
 def explain(model: nn.Module) -> Explanation:
-    """How the last forward of each sharded module in ``model`` ran.
+    """How the last forward of each sharded module in ``model`` ran, and what the graphs do.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: ``model`` has no sharded module.
     """
     from .fsdp_module import states_under
 
-    runs = tuple(state.last_run.of(state) for state in states_under(model.modules()))
-    if not runs:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"explain expects a module, not {model!r:.100}")
+    states = list(states_under(model.modules()))
+    if not states:
         raise ValueError(f"{type(model).__name__} has no module under fully_shard")
-    return Explanation(runs)
+    paths = _paths(model)
+    names = [state.name for state in states]
+    if len(set(names)) < len(names):  # several roots, or modules without parameters
+        names = [paths[state.modules[0]] for state in states]
+    runs = [state.last_run for state in states]
+    served: dict[int, list[str]] = {}
+    for name, run in zip(names, runs, strict=True):
+        if run.in_graph:
+            served.setdefault(run.graph, []).append(name)
+    return Explanation(
+        tuple(ModuleRun(name, run.how, run.why(state)) for name, run, state in zip(names, runs, states, strict=True)),
+        tuple(_graph(number, tuple(modules)) for number, modules in sorted(served.items())),
+        _breaks(paths),
+    )
 
 
-class LastRun:
-    """What a state remembers of how its module's forward ran last.
-
-    Attributes:
-        how: see ``ModuleRun``; graphs write it.
-    """
-
-    def __init__(self) -> None:
-        self.how = NOT_RUN
-        self._why = ""
-        self._known = (-1, False)
-
-    def note_eager(self, state: FSDPState) -> None:
-        """An eager forward begins; finds out why, unless that is known.
-
-        Raises:
-            RuntimeError: after ``set_strict``.
-        """
-        breaks = torch_compat.graph_break_count()
-        known = breaks, breaks > 0 and _is_called_by_compiled()
-        if self.how != EAGERLY or self._known != known:
-            self.how, self._known, self._why = EAGERLY, known, _why_eager(state)
-        if _strict:
-            _refuse(state, f"runs eagerly, which set_strict forbids: {self._why}")
-
-    def note_split(self, state: FSDPState) -> None:
-        """A forward has ended in another graph than it began in; traced.
-
-        Raises:
-            RuntimeError: after ``set_strict``.
-        """
-        self.how = SPLIT
-        if _strict:
-            _refuse_split(state)
-
-    def of(self, state: FSDPState) -> ModuleRun:
-        """The report of ``state``'s module."""
-        why = self._why if self.how == EAGERLY else _why_split(state) if self.how == SPLIT else ""
-        return ModuleRun(state.name, self.how, why)
+def _paths(model: nn.Module) -> dict[nn.Module, str]:
+    """All modules and their names, without what ``torch.compile`` wraps around them."""
+    return {
+        module: ".".join(part for part in name.split(".") if part != "_orig_mod")
+        for name, module in model.named_modules()
+    }
 
 
-@torch.compiler.disable
-def _refuse_split(state: FSDPState) -> NoReturn:
-    _refuse(state, f"is split over several graphs, which set_strict forbids: {_why_split(state)}")
+def _graph(number: int, modules: tuple[str, ...]) -> GraphRun:
+    graph = compiled_graphs.known(number)
+    if graph is None:
+        note = f"more than {compiled_graphs.KEPT} graphs were compiled since, and what this one does is forgotten"
+        return GraphRun(number, modules, (), None, note)
+    return GraphRun(number, modules, tuple(graph.passes), graph.summary, _note(graph))
 
 
-def _refuse(state: FSDPState, reason: str) -> NoReturn:
-    cls = type(state.modules[0]).__name__
-    label = state.groups[0].label if state.groups else f"a module without parameters of its own, {cls},"
-    raise RuntimeError(f"The forward of {label} {reason}")
+def _note(graph: compiled_graphs.CompiledGraph) -> str:
+    if graph.summary is not None:
+        return ""
+    if not graph.runs_passes:
+        return "its backend does not run the passes"
+    if graph.not_simulated:
+        return f"it could not be simulated: {graph.not_simulated}"
+    return f"it came from a compile cache, so no pass has run; with {ALL_CACHES_OFF} they run, and all is shown"
 
 
-def _why_eager(state: FSDPState) -> str:
-    untraced = state.why_untraced
-    if untraced:
-        return f"{untraced} has no traced form"
-    if not _is_called_by_compiled():
-        return "no compiled function called it"
-    breaks, here = torch_compat.graph_breaks(), {(frame.f_code.co_filename, frame.f_lineno) for frame in _stack()}
-    known = [known for known in breaks if known[1:] in here and not _is_of_torch(known[1])]
-    return _text(known[-1]) if known else _texts(breaks) or "Dynamo skipped the code that called it"
-
-
-def _why_split(state: FSDPState) -> str:
-    """The graph breaks in its own code and that of its submodules; all that there were, if none was there.
-
-    A break may cause others in the code that calls it; those in ours do not count.
-    """
-    breaks = torch_compat.graph_breaks()
-    breaks = [known for known in breaks if not _is_ours(known[1])] or breaks
-    classes = {type(each) for module in state.modules for each in module.modules()}
-    code = [part for cls in classes for part in _code(cls)]
-    inside = [(why, file, line) for why, file, line in breaks if any(file == f and line in lines for f, lines in code)]
-    return _texts(inside or breaks) or "a graph break inside its forward"
-
-
-def _code(cls: type) -> list[tuple[str, range]]:
-    """Files and lines of the methods of a module's class, without those of torch's classes."""
-    methods = [method for base in cls.__mro__ for method in vars(base).values() if isinstance(method, FunctionType)]
-    spans = []
-    for code in [method.__code__ for method in methods if not _is_of_torch(method.__code__.co_filename)]:
-        lines = [line for *_, line in code.co_lines() if line is not None]
-        spans.append((code.co_filename, range(code.co_firstlineno, max(lines) + 1)))
-    return spans
-
-
-def _is_of_torch(file: str) -> bool:
-    return file.startswith(os.path.dirname(torch.__file__))
-
-
-def _is_ours(file: str) -> bool:
-    return os.path.dirname(file) == os.path.dirname(__file__)  # not the models that we ship
-
-
-def _texts(breaks: list[tuple[str, str, int]]) -> str:
-    return "; ".join(dict.fromkeys(map(_text, breaks)))
-
-
-def _text(known: tuple[str, str, int]) -> str:
-    reason, file, line = known
-    return f"graph break: {reason}" if _is_of_torch(file) else f"graph break at {file}:{line}: {reason}"
-
-
-def _is_called_by_compiled() -> bool:
-    return any(frame.f_code.co_name == "compile_wrapper" for frame in _stack())  # what `torch.compile` returns
-
-
-def _stack() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def _breaks(paths: dict[nn.Module, str]) -> tuple[BreakPlace, ...]:
+    classes: dict[type, list[str]] = {}
+    for module, name in paths.items():
+        classes.setdefault(type(module), []).append(name)
+    code = [(part, names) for cls, names in classes.items() for part in code_of(cls) if not is_ours(part[0])]
+    found: dict[BreakPlace, None] = {}
+    for known in torch_compat.graph_breaks():
+        calls = [call for call in reversed(known.calls) if not is_of_torch(call[0])]
+        inside = (names for file, line in calls for (spans, lines), names in code if file == spans and line in lines)
+        names = next(inside, None)
+        if names is not None and not is_ours(known.file):
+            found[BreakPlace(known.reason, *calls[0], tuple(names))] = None
+    return tuple(found)

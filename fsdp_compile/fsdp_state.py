@@ -24,13 +24,13 @@ import torch.nn as nn
 
 from . import torch_compat
 from .execution_order import CallPrediction, ForwardOrder
-from .explain import IN_GRAPH, LastRun
 from .fsdp_param_group import FSDPParamGroup
+from .last_run import IN_GRAPH, SPLIT, LastRun
 from .nested import cast_floating_point, map_tensors, tensors_requiring_grad
 from .policies import MixedPrecisionPolicy
 from .reduction import Reduction
 from .streams import Lanes
-from .tracing import trace_token
+from .tracing import graph_number, trace_token
 
 UNTRACED = (
     "fsdp_compile: this module's transitions run eagerly, fsdp_compile.explain(model) says why; set_all_reduce_hook "
@@ -278,6 +278,8 @@ class FSDPState:
         if torch_compat.in_backward():
             return  # activation checkpointing ends a recomputation so
         for state in self.context.states if self.context.root is self else [self]:
+            if state.is_open:  # what one graph began, none has ended
+                state.last_run.how = SPLIT
             for group in state.groups:
                 group.hide_unsharded()
 
@@ -326,6 +328,8 @@ class FSDPState:
             self._token = trace_token()
         for group in self.groups:
             group.traced.unshard()
+        if torch.compiler.is_compiling():
+            self.last_run.graph = graph_number()
 
     def reshard_traced(self, free: bool) -> None:
         """Give the sharded parameters back to the modules; with ``free``, record that the unsharded hold no data."""

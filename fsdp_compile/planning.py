@@ -11,6 +11,8 @@ equal graphs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,19 +92,9 @@ def make_plan(
         ValueError: the ranks do not divide into the replicas, or there is no such hardware profile.
         torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError: the model does not compile into one graph.
     """
-    if dist.is_initialized():
-        raise RuntimeError("a plan is made without ranks; destroy the process group first, or use another process")
-    if world_size < 2 or replicas < 1 or world_size % replicas or world_size == replicas:
-        raise ValueError(f"{world_size} ranks do not divide into {replicas} replicas of two shards or more")
     config = replace(config or PassConfig(), hardware=(config and config.hardware) or "h100")
-    with torch_compat.imaginary_world(world_size), backend.configured(**vars(config)):
-        if replicas > 1:
-            mesh = init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=("replica", "shard"))
-            how = {"mesh": mesh, **how}
-        with torch.device("meta"):
-            model, make_batch = call(factory)
-        sharding = shard(model, **how)
-        stages = _trace(model, make_batch(1, 0, world_size))
+    with model_without_data(factory, world_size, config, replicas, **how) as (model, batch, sharding):
+        stages = _trace(model, batch)
         before, after = ([stages[f"{part} {when}"] for part in ("forward", "backward")] for when in ("before", "after"))
         costs = cost_model(after, config.hardware)
     traffic = Traffic.of(after[0]), Traffic.of(after[1])
@@ -110,17 +102,45 @@ def make_plan(
     return Plan(world_size, replicas, sharding, result, _optimizer_bytes(model), traffic)
 
 
+@contextmanager
+def model_without_data(
+    factory: Factory, world_size: int, config: PassConfig, replicas: int = 1, **how: Any
+) -> Iterator[tuple[nn.Module, Any, str]]:
+    """Inside, be rank 0 of ranks that do not exist: the sharded model, a batch, and what was sharded, in words.
+
+    Arguments and errors are those of ``make_plan``, but that nothing is compiled yet.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a plan is made without ranks; destroy the process group first, or use another process")
+    if world_size < 2 or replicas < 1 or world_size % replicas or world_size == replicas:
+        raise ValueError(f"{world_size} ranks do not divide into {replicas} replicas of two shards or more")
+    with torch_compat.imaginary_world(world_size), backend.configured(**vars(config)):
+        if replicas > 1:
+            mesh = init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=("replica", "shard"))
+            how = {"mesh": mesh, **how}
+        with torch.device("meta"):
+            model, make_batch = call(factory)
+        sharding = shard(model, **how)
+        torch.compiler.reset()
+        try:
+            yield model, make_batch(1, 0, world_size), sharding
+        finally:
+            torch.compiler.reset()
+
+
+def run_step(model: nn.Module, batch: Any, fullgraph: bool = True) -> None:
+    """Compile a step of a model without data, and run it."""
+    with torch_compat.fake_tensors():
+        model.to_empty(device="cpu")
+        args, kwargs = arguments(batch, torch.device("cpu"))
+        loss_of(torch.compile(model, backend="fsdp_eager", fullgraph=fullgraph)(*args, **kwargs)).backward()
+
+
 def _trace(model: nn.Module, batch: Any) -> dict[str, Graph]:
     """The graphs of a step by stage; "before" and "after" our passes."""
     stages: dict[str, Graph] = {}
-    torch.compiler.reset()
-    with backend.observed(lambda stage, graph: stages.update({stage: copy_graph(graph)})), torch_compat.fake_tensors():
-        model.to_empty(device="cpu")
-        args, kwargs = arguments(batch, torch.device("cpu"))
-        try:
-            loss_of(torch.compile(model, backend="fsdp_eager", fullgraph=True)(*args, **kwargs)).backward()
-        finally:
-            torch.compiler.reset()
+    with backend.observed(lambda stage, graph: stages.update({stage: copy_graph(graph)})):
+        run_step(model, batch)
     if "forward after" not in stages:
         raise FactoryError("no parameter of the factory's model gets a gradient")
     return stages

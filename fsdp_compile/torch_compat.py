@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass  # a pass whose results may be cached
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn  # the same for a partitioner
 from torch._inductor.custom_graph_pass import CustomSchedulerPass as CustomSchedulerPass  # the same, before fusion
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -291,6 +294,25 @@ def number_in_trace(thing: Any) -> int:
     return numbers.setdefault(thing, len(numbers))
 
 
+_numbers_of_graphs = itertools.count(1)
+
+
+def number_of_graph() -> int:
+    """A number for the graph that Dynamo is tracing now, which no other in this process gets."""
+    notes = _output_of_trace().__dict__
+    if "_fsdp_compile_number" not in notes:
+        notes["_fsdp_compile_number"] = next(_numbers_of_graphs)
+    return notes["_fsdp_compile_number"]  # type: ignore[no-any-return]
+
+
+def number_of_graph_if_any() -> int:
+    """The number of the graph that Dynamo is tracing now, or has just given to its backend; 0 if it has none."""
+    from torch._dynamo.symbolic_convert import tls
+
+    tx = getattr(tls, "current_tx", None)
+    return tx.output.__dict__.get("_fsdp_compile_number", 0) if tx else 0
+
+
 def guard_self(ask: Callable[[Any], Any]) -> Any:
     """What ``ask`` says of the object whose method Dynamo is tracing now; the graph serves only while it says that.
 
@@ -414,6 +436,19 @@ def transports() -> str:
     return ";".join(sorted({dist.get_backend_config(group) for group in _world.pg_map}))
 
 
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group of that name, as functional collectives find it; there is no public way."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long collectives of the group may take; its options have no public reader."""
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout  # type: ignore[attr-defined]
+    return timeout
+
+
 # What fullgraph=True raises where a model cannot be in one graph; there are no public names.
 NOT_ONE_GRAPH = (Unsupported, UserError)
 
@@ -433,6 +468,10 @@ def fake_tensors() -> AbstractContextManager[Any]:
     from torch._subclasses import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+# What an operator raises whose result cannot be known without data; there are no public names.
+NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def runs_eagerly(tensor: torch.Tensor) -> bool:
@@ -537,12 +576,28 @@ def graph_break_count() -> int:
     return len(torch._dynamo.utils.graph_break_reasons)
 
 
-def graph_breaks() -> list[tuple[str, str, int]]:
-    """Of each, the reason in one line, and file and line of the code that was being traced."""
+class GraphBreak(NamedTuple):
+    """One graph break.
+
+    Attributes:
+        reason: in one line.
+        file, line: of the code that was being traced.
+        calls: file and line of each call that led there, as far as it was traced with it, and of that code itself.
+    """
+
+    reason: str
+    file: str
+    line: int
+    calls: tuple[tuple[str, int], ...]
+
+
+def graph_breaks() -> list[GraphBreak]:
+    """All that Dynamo has met since ``torch.compiler.reset``."""
     found = []
     for known in torch._dynamo.utils.graph_break_reasons:
-        if known.user_stack:
-            found += [(known.reason.split("\n")[0], known.user_stack[-1].filename, known.user_stack[-1].lineno or 0)]
+        calls = tuple((frame.filename, frame.lineno or 0) for frame in known.user_stack)
+        if calls:
+            found.append(GraphBreak(known.reason.split("\n")[0], *calls[-1], calls))
     return found
 
 

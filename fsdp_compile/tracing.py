@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx.traceback import annotate
 
-from . import backend, torch_compat
+from . import backend, compiled_graphs, torch_compat
 
 _warned: set[str] = set()
 
@@ -30,6 +30,16 @@ def frees_are_restored() -> bool:
 def install_passes() -> None:
     """Have the compiler that gets this graph run the passes, if it can."""
     backend.install_into(torch_compat.current_compiler_fn())
+
+
+@torch_compat.constant_while_tracing
+def graph_number() -> int:
+    """The number of the graph being traced, by which ``compiled_graphs`` knows it."""
+    number = compiled_graphs.number_of_trace()
+    graph = compiled_graphs.known(number)
+    assert graph is not None
+    graph.runs_passes = backend.passes_will_run(torch_compat.current_compiler_fn())
+    return number
 
 
 @torch_compat.constant_while_tracing

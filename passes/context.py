@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable, Mapping, MutableSequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -15,11 +15,12 @@ from .graph_view import all_reduces, copies, frees, gathers, reductions
 from .hardware import profile, shipped_digest
 
 Observer = Callable[[str, Graph], None]
+Parts = Mapping[str, Graph]  # by name, in the order in which they run
 
 
 @dataclass(frozen=True)
 class PassConfig:
-    """The choices a user has. Part of the key of compile caches, but for the last two, which change no graph.
+    """The choices a user has. Part of the key of compile caches, but for the last three, which change no graph.
 
     Attributes:
         bucket: which parameters travel in one collective, and which gradients.
@@ -47,6 +48,8 @@ class PassConfig:
         measure: simulate the step before and after each pass, for its report; that makes compiling slower.
         dump: directory for a text file after each pass, with its reports and the graphs. A compile that is served from
             a cache runs no passes, and writes nothing.
+        verify: check graphs after each pass, see ``verify``; an ``InvalidGraph`` names the pass, the node and what is
+            wrong with it. A compile that is served from a cache runs no passes, and verifies nothing.
 
     Raises:
         ValueError: a choice is none of these.
@@ -59,6 +62,7 @@ class PassConfig:
     hardware: str | None = None
     measure: bool = False
     dump: str | None = None
+    verify: bool = False
 
     def __post_init__(self) -> None:
         if self.bucket not in BUCKETS:
@@ -80,7 +84,7 @@ class PassConfig:
     def digest(self) -> bytes:
         """Hash of the choices, what they stand for, and the source of all passes: another source, another result."""
         machines = profile(self.hardware).digest() if self.hardware else shipped_digest()
-        choices = astuple(replace(self, measure=False, dump=None))
+        choices = astuple(replace(self, measure=False, dump=None, verify=False))
         return hashlib.sha256(repr(choices).encode() + machines + source_digest(Path(__file__).parent)).digest()
 
 
@@ -158,6 +162,10 @@ class Traffic:
             *(len(copies(graph)), len(frees(graph))),
         )
 
+    def __add__(self, other: Traffic) -> Traffic:
+        """That of both graphs."""
+        return Traffic(*map(int.__add__, astuple(self), astuple(other)))
+
 
 @dataclass(frozen=True)
 class Effect:
@@ -189,13 +197,18 @@ class Report:
     step_after: Effect | None = None
 
     def __str__(self) -> str:
+        return f"{self.name}: {self.changes} changes; {self.figures}"
+
+    @property
+    def figures(self) -> str:
+        """What is not zero of ``before`` and ``after``, in words; of the step too, if that was measured."""
         rows = zip(fields(self.before), astuple(self.before), astuple(self.after), strict=True)
         steps = [f"{each.name.replace('_', ' ')} {old} -> {new}" for each, old, new in rows if old or new]
         if self.step_before is not None and self.step_after is not None:
             old, new = self.step_before, self.step_after
             steps.append(f"exposed {old.exposed * 1e3:.3f} -> {new.exposed * 1e3:.3f} ms")
             steps.append(f"peak {old.peak} -> {new.peak} bytes")
-        return f"{self.name}: {self.changes} changes; {', '.join(steps)}"
+        return ", ".join(steps)
 
 
 @dataclass

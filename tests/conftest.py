@@ -9,12 +9,21 @@ import pytest
 import torch
 from ranks import Ranks
 
+from fsdp_compile import backend
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _compile_caches() -> Iterator[None]:
     """What an earlier run has compiled does not come back in this one, whose tests look at what the passes do."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", directory)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _verified() -> Iterator[None]:
+    """Graphs that tests compile are verified after each pass; on ranks of their own, see ``ranks``, too."""
+    with backend.configured(verify=True):
         yield
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_compile.backend import configure
+
 TIMEOUT = 120.0  # seconds for one call
 
 
@@ -138,3 +140,4 @@ def _forget_earlier_tests() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
+    configure(verify=True)

@@ -1,0 +1,200 @@
+"""Rules for what is moved: each shard is gathered, each gradient reduced once, in an order that all ranks share.
+
+A pass may merge, split and move collectives. What it may not change is noted before it runs, and compared afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from .fault import Fault
+from .graph_view import (
+    ALL_REDUCE_INTO,
+    Collective,
+    frees,
+    is_launch,
+    kind_of,
+    process_group_of,
+    tag_of,
+    waits_of,
+)
+from .operators import OWN_PART
+
+UNTAGGED = -1  # stands for the group of what a user launches
+
+
+@dataclass(frozen=True, order=True)
+class Transfer:
+    """What one parameter takes part in, or one launch of a user's.
+
+    Attributes:
+        process_group: among whose ranks.
+        group: of the parameter, or ``UNTAGGED``.
+    """
+
+    kind: str
+    process_group: str
+    group: int
+    param: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.param or 'no parameter'} in process group {self.process_group}"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The collectives of one graph.
+
+    Attributes:
+        launches: of each transfer, in order.
+        bytes: that this rank sends, padding included, by kind, process group and dtype.
+        order: by process group its launches, each with its transfers, in order.
+        frees: by group and name of each parameter.
+    """
+
+    launches: defaultdict[Transfer, list[Node]] = field(default_factory=lambda: defaultdict(list))
+    bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    order: defaultdict[str, list[tuple[Node, list[Transfer]]]] = field(default_factory=lambda: defaultdict(list))
+    frees: defaultdict[tuple[int, str], list[Node]] = field(default_factory=lambda: defaultdict(list))
+
+    @classmethod
+    def in_graph(cls, graph: Graph) -> Moved:
+        """Read a graph, once."""
+        moved = cls()
+        for start in filter(is_launch, graph.nodes):
+            moved._note(start)
+        for free in frees(graph):
+            for parameter in tag_of(free).parameters:  # type: ignore[union-attr]
+                moved.frees[parameter].append(free)
+        return moved
+
+    def _note(self, start: Node) -> None:
+        kind, process_group, tag = _kind(start), process_group_of(start), tag_of(start)
+        transfers = [
+            Transfer(kind, process_group, *parameter) for parameter in (tag.parameters if tag else [(UNTAGGED, "")])
+        ]
+        self.order[process_group].append((start, transfers))
+        for transfer in transfers:
+            self.launches[transfer].append(start)
+        if tag is not None:
+            for value in (node.meta["val"] for node in Collective(tag, start).inputs):
+                self.bytes[kind, process_group, str(value.dtype)] += value.numel() * value.itemsize
+
+
+def _kind(start: Node) -> str:
+    """An all-reduce of which each rank takes its part is a reduce-scatter."""
+    takes_part = start.target is ALL_REDUCE_INTO and any(
+        user.target is OWN_PART for wait in waits_of(start) for user in wait.users
+    )
+    return "reduce_scatter" if takes_part else kind_of(start)
+
+
+# -- what a pass leaves -----------------------------------------------------------------------------------------------
+
+
+def moves_the_same(before: Moved, after: Moved, repeats: bool = False, more: bool = False) -> Iterator[Fault]:
+    """Nothing is moved less or more often, and as many bytes.
+
+    Args:
+        repeats: the pass may leave out what is moved again.
+        more: the pass may gather more.
+    """
+    for transfer, launches in before.launches.items():
+        found = len(after.launches.get(transfer, ()))
+        if found < (1 if repeats else len(launches)):
+            yield Fault(launches[-1], f"{transfer}: {len(launches)}, as before", f"{found}")
+    for transfer, launches in after.launches.items():
+        expected = len(before.launches.get(transfer, ()))
+        may_be_more = transfer.group == UNTAGGED or (more and transfer.kind == "all_gather")  # gloo's may be split
+        if len(launches) > expected and not may_be_more:
+            yield Fault(launches[-1], f"{transfer}: {expected}, as before", f"{len(launches)}")
+    if not (repeats or more):
+        yield from _sends_the_same(before, after)
+
+
+def _sends_the_same(before: Moved, after: Moved) -> Iterator[Fault]:
+    for key in before.bytes | after.bytes:
+        if before.bytes[key] != after.bytes[key]:
+            kind, process_group, dtype = key
+            launches = (after if key in after.bytes else before).order[process_group]
+            node = next(start for start, transfers in launches if transfers[0].kind == kind)
+            yield Fault(node, f"{before.bytes[key]} bytes of {dtype} in each {kind} together", f"{after.bytes[key]}")
+
+
+def frees_the_same(before: Moved, after: Moved) -> Iterator[Fault]:
+    """No free is lost or made."""
+    for parameter in before.frees.keys() | after.frees.keys():
+        old, new = before.frees.get(parameter, []), after.frees.get(parameter, [])
+        if len(old) != len(new):
+            yield Fault((old or new)[-1], f"{len(old)} frees of {parameter[1]}, as before", f"{len(new)}")
+
+
+def frees_none(after: Moved) -> Iterator[Fault]:
+    """No free is there: memory is given back after its last use."""
+    for parameter, nodes in after.frees.items():
+        yield Fault(nodes[0], "no frees any more", f"one of {parameter[1]}")
+
+
+def reduces_once(after: Moved) -> Iterator[Fault]:
+    """The gradient of each parameter is reduced by one reduce-scatter."""
+    for transfer, launches in after.launches.items():
+        if transfer.kind == "reduce_scatter" and transfer.group != UNTAGGED and len(launches) > 1:
+            yield Fault(launches[1], f"one {transfer}", f"{len(launches)}")
+
+
+# -- order ------------------------------------------------------------------------------------------------------------
+
+
+def launches_in_order(before: Moved, after: Moved) -> Iterator[Fault]:
+    """Each process group still launches in the same order; merged launches stand where one of their members stood."""
+    for process_group, launches in after.order.items():
+        places: defaultdict[Transfer, list[int]] = defaultdict(list)
+        for position, (_, transfers) in enumerate(before.order[process_group]):
+            for transfer in transfers:
+                places[transfer].append(position)
+        last = 0
+        for start, transfers in launches:
+            known = places[transfers[0]]
+            later = [position for position in known if position >= last]
+            if known and not later:
+                behind = before.order[process_group][last][0]
+                yield Fault(start, f"it launched before {behind}, as before", "it launched after")
+            last = later[0] if later else last
+
+
+def same_launches(orders: Sequence[Mapping[str, Graph]]) -> Iterator[Fault]:
+    """All ranks launch the same in each process group, in the same order, or wait for each other for ever."""
+    first, *others = ([_launched(graph) for graph in graphs.values()] for graphs in orders)
+    for rank, other in enumerate(others, start=1):
+        for ours, theirs in zip(first, other, strict=True):
+            for process_group in ours.keys() | theirs.keys():
+                yield from _differ(ours[process_group], theirs[process_group], rank)
+
+
+Launched = defaultdict[str, list[tuple[Node, Any]]]  # by process group
+
+
+def _launched(graph: Graph) -> Launched:
+    """What all ranks must agree on; groups have other numbers on each rank."""
+    found: Launched = defaultdict(list)
+    for start in filter(is_launch, graph.nodes):
+        tag = tag_of(start)
+        sent = [(str(node.meta["val"].dtype), node.meta["val"].numel()) for node in start.all_input_nodes]
+        found[process_group_of(start)].append((start, (kind_of(start), tag.params if tag else (), sent)))
+    return found
+
+
+def _differ(ours: list[tuple[Node, Any]], theirs: list[tuple[Node, Any]], rank: int) -> Iterator[Fault]:
+    for (mine, my_launch), (node, launch) in zip(ours, theirs, strict=False):
+        if my_launch != launch:
+            yield Fault(node, f"{mine} as on rank 0, {my_launch}", f"{launch} on rank {rank}")
+            return
+    if len(ours) != len(theirs):
+        longer = max(ours, theirs, key=len)
+        node = longer[min(len(ours), len(theirs))][0]
+        yield Fault(node, f"as many launches on rank {rank} as on rank 0, {len(ours)}", str(len(theirs)))
