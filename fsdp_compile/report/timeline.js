@@ -77,7 +77,7 @@ class PlanChart {
       ],
       xAxis: [
         { ...time, axisPointer: { show: false }, gridIndex: 0, axisLabel: { show: false }, axisTick: { show: false } },
-        { ...time, gridIndex: 1, axisLabel: { ...text, formatter: (time) => this.timeLabel(time), hideOverlap: true } },
+        { ...time, gridIndex: 1, axisLabel: { ...text, formatter: (time) => this.timeLabel(time), showMaxLabel: false } },
       ],
       yAxis: [
         { type: "category", inverse: true, data: this.plan.lanes, axisTick: { show: false }, axisLine: { show: false },
