@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import runpy
@@ -80,7 +81,7 @@ def test_python_runs(page: Path, ranks2: Ranks, tmp_path: Path) -> None:
 
 
 def _run(file: str) -> None:
-    with backend.configured():
+    with backend.configured(), contextlib.chdir(Path(file).parent):
         runpy.run_path(file, run_name="__main__")
 
 
