@@ -167,7 +167,7 @@ def test_quoted_messages_exist() -> None:
 
 def templates() -> Iterator[re.Pattern[str]]:
     """Texts of the sources that say something by themselves, with anything where values go."""
-    for file in (ROOT / "fsdp_compile").glob("*.py"):
+    for file in (ROOT / "fsdp_compile").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node] if isinstance(node, ast.Constant) else []
             fixed = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]

@@ -25,7 +25,10 @@ STEP = (
     "backward: gathers 1 -> 1, gather bytes 128 -> 128, "
     "reductions 4 -> 2, reduction bytes 576 -> 576, copies 0 -> 2"
 )
-STAGES = ["before", "2_keep_slices", "3_accumulate", "4_bucket", "5_schedule", "6_dedup", "7_fuse_copies", "after"]
+STAGES = [
+    *("before", "2_keep_slices", "3_accumulate", "4_bucket", "5_schedule", "6_dedup", "7_fuse_copies", "after"),
+    *("8_for_gloo", "9_announce"),
+]
 
 
 def model() -> nn.Module:
@@ -105,7 +108,8 @@ def test_torch_logs_and_torch_trace(tmp_path: Path) -> None:
     assert re.match(r"\[rank0\]:I.* \[0/0\] ", line) and line.endswith(STEP.format("module", 2))
 
     (trace,) = (tmp_path / "trace").iterdir()
-    assert artifacts(trace)[3:-2] == [f"fsdp_forward_backward_{stage}" for stage in STAGES]
+    joint = ["fsdp_joint_before", "fsdp_joint_1_regather", "fsdp_joint_after"]
+    assert artifacts(trace) == [*joint, *(f"fsdp_forward_backward_{stage}" for stage in STAGES)]
     pages = tmp_path / "pages"
     subprocess.run(["tlparse", trace, "-o", pages, "--no-browser"], check=True, capture_output=True, timeout=60)
     (page,) = pages.glob("*_0_0_0/fsdp_forward_backward_after_*.txt")  # of frame 0, compiled the first time
