@@ -37,6 +37,8 @@ OPERATOR = re.compile(r"fsdp_passes::gather|_c10d_functional(?:_autograd)?::(?!w
 WAITS = ("_c10d_functional::wait_tensor", WAIT)
 BACKWARD = "autograd::engine::evaluate_function"  # how autograd calls each of its nodes
 
+NAMED = PREFIX  # category of the bars that ``name_groups`` adds
+
 # What a collective may be launched as: to reduce and scatter, gloo reduces everywhere.
 LAUNCHED_AS = {"reduce_scatter": ("reduce_scatter", "all_reduce")}
 
@@ -119,7 +121,7 @@ def read_entries(path: Path) -> tuple[Entry, list[Entry]]:
 
 
 class Trace:
-    """The bars of a measured trace.
+    """The bars of a measured trace, without what ``name_groups`` has added.
 
     Raises:
         TraceError: the file cannot be read, or is no trace.
@@ -127,7 +129,8 @@ class Trace:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.file, self.entries = read_entries(path)
+        self.file, entries = read_entries(path)
+        self.entries = [entry for entry in entries if entry.get("cat") != NAMED]
         try:
             bars = [_bar(entry) for entry in self.entries if entry.get("ph") == "X"]
         except (KeyError, TypeError, ValueError) as error:

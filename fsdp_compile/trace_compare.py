@@ -1,14 +1,15 @@
 """Compares a simulated trace with a measured one: how far off is each collective, and the step?
 
 Collectives are matched by phase, kind and group; where there are several alike in a step, by order. Of the measured
-steps those count that have just the simulated collectives, each time the median over them. A measured transfer also
-contains what a rank waits for another that has not launched it yet; the simulation knows no such waiting.
+steps those count that have just the simulated collectives, or, if none has, those that are like the last one; each time
+is the median over them. A measured transfer also contains what a rank waits for another that has not launched it yet;
+the simulation knows no such waiting.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -50,25 +51,24 @@ class Comparison:
     """What was predicted, beside what was measured.
 
     Attributes:
-        rows: one for each collective, in simulated order.
+        rows: one for each collective that is in both, in simulated order.
         predicted_step, measured_step: seconds of forward and backward.
-        matched, measured: steps that count, and all measured steps.
-        missing, unexpected: collectives, by phase and title, that the last measured step lacks or has beside the
-            simulated ones; both empty unless no step counts.
+        counted, measured: steps that count, and all measured steps.
+        missing, unexpected: collectives, by phase and title, that these steps lack, or have beside the simulated ones.
     """
 
     rows: list[Row]
     predicted_step: float
     measured_step: float
-    matched: int
+    counted: int
     measured: int
     missing: Counter[tuple[str, str]]
     unexpected: Counter[tuple[str, str]]
 
     @property
     def same_model(self) -> bool:
-        """Whether some measured step has just the simulated collectives."""
-        return self.matched > 0
+        """Whether the measured steps have just the simulated collectives."""
+        return not self.missing and not self.unexpected
 
 
 def compare(simulated: Path, measured: Path) -> Comparison:
@@ -78,19 +78,20 @@ def compare(simulated: Path, measured: Path) -> Comparison:
         TraceError: a file is not what it should be, or nothing was simulated for the number of ranks that ran.
     """
     trace = Trace(measured)
-    predicted = read_simulated(simulated, trace.world_size)
     found = steps(trace)
+    predicted = read_simulated(simulated, trace.world_size)
     wanted = Counter((each.phase, each.title) for each in predicted.collectives)
-    good = [step for step in found if _contents(step) == wanted]
-    last = _contents(found[-1]) if not good else wanted
+    contents = [_contents(step) for step in found]
+    chosen = wanted if wanted in contents else contents[-1]
+    counted = [step for step, content in zip(found, contents, strict=True) if content == chosen]
     return Comparison(
-        _rows(predicted, good),
+        _rows(predicted, counted),
         predicted.seconds,
-        median(step.seconds for step in good or found[-1:]),
-        len(good),
+        median(step.seconds for step in counted),
+        len(counted),
         len(found),
-        wanted - last,
-        last - wanted,
+        wanted - chosen,
+        chosen - wanted,
     )
 
 
@@ -104,8 +105,12 @@ def read_simulated(path: Path, ranks: int | None) -> Simulated:
     worlds = {entry["pid"]: entry["args"]["ranks"] for entry in entries if "ranks" in entry.get("args", {})}
     if not worlds:
         raise TraceError(f"{path} is no trace that fsdp-compile plan --trace wrote: it says of no number of ranks")
-    chosen = [process for process, there in worlds.items() if ranks in (None, there)]
-    if len(chosen) != 1:
+    if ranks is None and len(worlds) == 1:
+        ranks = next(iter(worlds.values()))
+    chosen = [process for process, there in worlds.items() if there == ranks]
+    if len(chosen) > 1:
+        raise TraceError(f"{path} has several plans for the same number of ranks; write a trace with one")
+    if not chosen:
         known = ", ".join(map(str, worlds.values()))
         raise TraceError(f"{path} is for {known} ranks, but the measured trace is of {ranks or 'unknown'} ranks")
     try:
@@ -126,13 +131,15 @@ def _contents(step: Step) -> Counter[tuple[str, str]]:
     return Counter((each.phase, each.title) for each in step.collectives)
 
 
-def _rows(predicted: Simulated, good: list[Step]) -> list[Row]:
+def _rows(predicted: Simulated, counted: list[Step]) -> list[Row]:
     found: defaultdict[Key, list[Collective]] = defaultdict(list)
-    for step in good:
+    for step in counted:
         for key, each in zip(_keys(step.collectives), step.collectives, strict=True):
             found[key].append(each)
     rows = []
     for key, simulated in zip(_keys(predicted.collectives), predicted.collectives, strict=True):
+        if key not in found:
+            continue
         seen = [each for each in found[key] if each.moves]
         seconds = median(each.seconds for each in seen) if seen else None
         rows.append(Row(simulated, seconds, median(each.exposed for each in seen) if seen else None))
@@ -153,8 +160,6 @@ def _keys(collectives: Iterable[Predicted | Collective]) -> list[Key]:
 
 def as_table(comparison: Comparison) -> str:
     """The comparison as text: milliseconds, and how much longer (+) or shorter (-) than measured was predicted."""
-    if not comparison.same_model:
-        return _difference(comparison)
     shown = [row for row in comparison.rows if row.seconds is not None]
     header = ["", "predicted", "measured", "error", "exposed: predicted", "measured"]
     body = [
@@ -167,7 +172,7 @@ def as_table(comparison: Comparison) -> str:
     body.append(["all collectives", *_cells(*sums), *_cells(*exposed)[:2]])
     body.append(["step", *_cells(comparison.predicted_step, comparison.measured_step), "", ""])
     widths = [max(len(line[column]) for line in [header, *body]) for column in range(len(header))]
-    lines = [f"ms; median of {comparison.matched} measured steps; error: how much too long (+) or short (-) predicted"]
+    lines = [f"ms; median of {comparison.counted} measured steps; error: how much too long (+) or short (-) predicted"]
     for name, *cells in [header, *body]:
         rest = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         lines.append("  ".join([name.ljust(widths[0]), *rest]).rstrip())
@@ -185,20 +190,14 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}"
 
 
-def _notes(comparison: Comparison, not_seen: int) -> Iterable[str]:
+def _notes(comparison: Comparison, not_seen: int) -> Iterator[str]:
     if not_seen:
-        yield (
-            f"NOT SEEN: {not_seen} collectives have no transfer in the measured trace, and are not in the sums; on "
-            "GPUs the profiler needs ProfilerActivity.CUDA"
-        )
-    other = comparison.measured - comparison.matched
-    if other:
-        yield f"LEFT OUT: {other} measured steps with other collectives than the simulated ones"
-
-
-def _difference(comparison: Comparison) -> str:
-    lines = ["NOT COMPARED: none of the measured steps has the simulated collectives; the last one"]
-    for what, some in (("lacks", comparison.missing), ("has beside them", comparison.unexpected)):
-        lines += [f"  {what}: {count} x {phase} {title}" for (phase, title), count in some.items()]
-    lines.append("Are they of the same model, sharded alike, with the same configuration of the passes?")
-    return "\n".join(lines) + "\n"
+        yield f"NOT SEEN: {not_seen} collectives have no transfer in the measured trace and are not in the sums;"
+        yield "  on GPUs the profiler needs ProfilerActivity.CUDA"
+    if comparison.counted < comparison.measured:
+        yield f"LEFT OUT: {comparison.measured - comparison.counted} measured steps with other collectives"
+    if not comparison.same_model:
+        yield "NOT THE SAME: the collectives of the two differ; is it the same model, sharded and configured alike?"
+    for where, some in (("simulated", comparison.missing), ("measured", comparison.unexpected)):
+        for (phase, title), count in some.items():
+            yield f"  only {where}: {phase}  {title}" + (f", {count} times" if count > 1 else "")

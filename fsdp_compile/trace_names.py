@@ -7,9 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from .measured_trace import MICRO, Bar, Entry, Trace, collectives
-
-OURS = "fsdp_compile"  # category of our entries
+from .measured_trace import MICRO, NAMED, Bar, Entry, Trace, collectives
 
 
 def name_groups(path: str | Path) -> None:
@@ -27,14 +25,13 @@ def name_groups(path: str | Path) -> None:
     """
     path = Path(path)
     trace = Trace(path)
-    kept = [entry for entry in trace.entries if entry.get("cat") != OURS]
-    text = json.dumps({**trace.file, "traceEvents": [*kept, *_entries(trace)]})
+    text = json.dumps({**trace.file, "traceEvents": [*trace.entries, *_entries(trace)]})
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
 
 
 def _entries(trace: Trace) -> Iterator[Entry]:
     process = 1 + max((bar.lane[0] for bar in trace.bars if isinstance(bar.lane[0], int)), default=0)
-    yield {"ph": "M", "cat": OURS, "name": "process_name", "pid": process, "tid": 0, "args": {"name": OURS}}
+    yield {"ph": "M", "cat": NAMED, "name": "process_name", "pid": process, "tid": 0, "args": {"name": NAMED}}
     for each in collectives(trace):
         for move in each.moves:
             yield _named(each.title, each.phase, move, process)
@@ -43,4 +40,4 @@ def _entries(trace: Trace) -> Iterator[Entry]:
 def _named(title: str, phase: str, move: Bar, process: int) -> Entry:
     times = {"ts": move.begin / MICRO, "dur": (move.end - move.begin) / MICRO}
     args = {"phase": phase, "transport": move.name}
-    return {"ph": "X", "cat": OURS, "name": title, "pid": process, "tid": move.lane[1], **times, "args": args}
+    return {"ph": "X", "cat": NAMED, "name": title, "pid": process, "tid": move.lane[1], **times, "args": args}

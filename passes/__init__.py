@@ -22,7 +22,7 @@ On the forward graph, the backward graph, and a graph that has no backward:
 6. ``dedup``: one gather for runs of a module that follow each other, instead of one for each run.
 7. ``fuse_copies``: one kernel for the casts, divisions and copies on each side of a collective, by ``operators``.
 8. ``for_gloo``: on gloo, which may not have several of the usual gathers under way, other collectives.
-9. ``announce``: one mark for profilers, which says what the graph is about to launch.
+9. ``announce``: one operator that says what the graph is about to launch, to profilers and to the other ranks.
 
 Buckets and schedule go by what ``plan`` decides: where that is the cost model's, it tries both on copies first.
 
@@ -51,7 +51,7 @@ from dataclasses import replace
 from torch.fx import Graph
 
 from .accumulate import accumulate
-from .announce import announce
+from .announce import announce, listen
 from .bounds import Bounds, bounds
 from .bucket import bucket
 from .context import Effect, Observer, Parts, PassConfig, PassContext, Report, Traffic, source_digest
@@ -115,6 +115,7 @@ __all__ = [
     "has_backward",
     "is_alias",
     "keep_slices",
+    "listen",
     "merged",
     "print_skeleton",
     "profile",
