@@ -66,14 +66,15 @@ class PlanChart {
     const sides = { left: narrow ? 66 : 90, right: narrow ? 10 : 24 };
     const text = { color: colour("muted"), fontFamily: "inherit", fontSize: 12 };
     const time = { type: "value", min: 0, max: this.until,
-      axisPointer: { show: true, snap: false, label: { show: false } },
+      axisPointer: { show: true, snap: false, // brings the tooltip of the memory
+        label: { show: false } },
       splitLine: { lineStyle: { color: colour("line") } }, splitNumber: narrow ? 3 : 8 };
     this.chart.setOption({
       animation: false,
       textStyle: { fontFamily: getComputedStyle(document.body).fontFamily },
       grid: [
         { ...sides, top: TOP, height: lanes },
-        { ...sides, top: TOP + lanes + GAP, height: MEMORY, tooltip: { trigger: "axis" } },
+        { ...sides, top: TOP + lanes + GAP, height: MEMORY },
       ],
       xAxis: [
         { ...time, axisPointer: { show: false }, gridIndex: 0, axisLabel: { show: false }, axisTick: { show: false } },
