@@ -34,7 +34,7 @@ from .memory import live_bytes
 from .schedule import eager_order, schedule
 from .torch_compat import copy_to_try
 from .verify_form import in_order, tagged, waited_for_once
-from .verify_storages import kept_unsharded, reads_what_is_there, saves_nothing_freed
+from .verify_storages import belong_together, kept_unsharded, reads_what_is_there, saves_nothing_freed
 from .verify_traffic import (
     Moved,
     frees_none,
@@ -117,6 +117,8 @@ def _of_graphs(parts: Parts) -> Iterator[Fault]:
     for rule in (in_order, waited_for_once, tagged):
         for graph in graphs:
             yield from rule(graph)
+    if len(graphs) == 2:
+        yield from belong_together(*graphs)
     yield from reads_what_is_there(graphs)
     if len(graphs) == 2:
         yield from saves_nothing_freed(*graphs)

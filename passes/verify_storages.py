@@ -98,6 +98,14 @@ class _Walk:
 # -- from forward to backward -----------------------------------------------------------------------------------------
 
 
+def belong_together(forward: Graph, backward: Graph) -> Iterator[Fault]:
+    """The backward takes what the forward saves."""
+    try:
+        saved_for_backward(forward, backward)
+    except ValueError as error:
+        yield Fault(next(iter(forward.find_nodes(op="output"))), "what the backward takes", str(error))
+
+
 def saves_nothing_freed(forward: Graph, backward: Graph) -> Iterator[Fault]:
     """What the joint graph has freed is not saved for the backward, nor a view or a mere copy of it.
 

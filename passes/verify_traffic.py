@@ -5,6 +5,7 @@ A pass may merge, split and move collectives. What it may not change is noted be
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from .graph_view import (
     waits_of,
 )
 from .operators import OWN_PART
+
+Sent = tuple[str, str, str]  # kind, process group, dtype
 
 UNTAGGED = -1  # stands for the group of what a user launches
 
@@ -53,12 +56,14 @@ class Moved:
     Attributes:
         launches: of each transfer, in order.
         bytes: that this rank sends, padding included, by kind, process group and dtype.
+        senders: the launches that send these.
         order: by process group its launches, each with its transfers, in order.
         frees: by group and name of each parameter.
     """
 
     launches: defaultdict[Transfer, list[Node]] = field(default_factory=lambda: defaultdict(list))
-    bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    bytes: Counter[Sent] = field(default_factory=Counter)
+    senders: defaultdict[Sent, list[Node]] = field(default_factory=lambda: defaultdict(list))
     order: defaultdict[str, list[tuple[Node, list[Transfer]]]] = field(default_factory=lambda: defaultdict(list))
     frees: defaultdict[tuple[int, str], list[Node]] = field(default_factory=lambda: defaultdict(list))
 
@@ -83,7 +88,9 @@ class Moved:
             self.launches[transfer].append(start)
         if tag is not None:
             for value in (node.meta["val"] for node in Collective(tag, start).inputs):
-                self.bytes[kind, process_group, str(value.dtype)] += value.numel() * value.itemsize
+                sent = kind, process_group, str(value.dtype)
+                self.bytes[sent] += value.numel() * value.itemsize
+                self.senders[sent].append(start)
 
 
 def _kind(start: Node) -> str:
@@ -109,21 +116,23 @@ def moves_the_same(before: Moved, after: Moved, repeats: bool = False, more: boo
         if found < (1 if repeats else len(launches)):
             yield Fault(launches[-1], f"{transfer}: {len(launches)}, as before", f"{found}")
     for transfer, launches in after.launches.items():
-        expected = len(before.launches.get(transfer, ()))
+        known = before.launches.get(transfer, [])
         may_be_more = transfer.group == UNTAGGED or (more and transfer.kind == "all_gather")  # gloo's may be split
-        if len(launches) > expected and not may_be_more:
-            yield Fault(launches[-1], f"{transfer}: {expected}, as before", f"{len(launches)}")
+        if len(launches) > len(known) and not may_be_more:
+            new = [node for node in launches if node not in known]
+            yield Fault(new[-1], f"{transfer}: {len(known)}, as before", f"{len(launches)}")
     if not (repeats or more):
         yield from _sends_the_same(before, after)
 
 
 def _sends_the_same(before: Moved, after: Moved) -> Iterator[Fault]:
-    for key in before.bytes | after.bytes:
+    """What is sent too much is named first, as what is missing may be among it."""
+    keys = dict.fromkeys([*after.bytes, *before.bytes])
+    for key in sorted(keys, key=lambda key: before.bytes[key] - after.bytes[key]):
         if before.bytes[key] != after.bytes[key]:
-            kind, process_group, dtype = key
-            launches = (after if key in after.bytes else before).order[process_group]
-            node = next(start for start, transfers in launches if transfers[0].kind == kind)
-            yield Fault(node, f"{before.bytes[key]} bytes of {dtype} in each {kind} together", f"{after.bytes[key]}")
+            senders = after.senders[key] or before.senders[key]
+            sent = f"{before.bytes[key]} bytes of {key[2]} in each {key[0]} together"
+            yield Fault(senders[-1], sent, f"{after.bytes[key]}")
 
 
 def frees_the_same(before: Moved, after: Moved) -> Iterator[Fault]:
@@ -151,20 +160,25 @@ def reduces_once(after: Moved) -> Iterator[Fault]:
 
 
 def launches_in_order(before: Moved, after: Moved) -> Iterator[Fault]:
-    """Each process group still launches in the same order; merged launches stand where one of their members stood."""
+    """Each process group still launches in the same order.
+
+    A launch that a pass has made stands where one of the same parameters stood; if there were several, any that fits.
+    """
     for process_group, launches in after.order.items():
+        old = before.order[process_group]
+        place = {start: position for position, (start, _) in enumerate(old)}
         places: defaultdict[Transfer, list[int]] = defaultdict(list)
-        for position, (_, transfers) in enumerate(before.order[process_group]):
+        for position, (_, transfers) in enumerate(old):
             for transfer in transfers:
                 places[transfer].append(position)
         last = 0
-        for start, transfers in launches:
-            known = places[transfers[0]]
-            later = [position for position in known if position >= last]
-            if known and not later:
-                behind = before.order[process_group][last][0]
-                yield Fault(start, f"it launched before {behind}, as before", "it launched after")
-            last = later[0] if later else last
+        for start, (transfer, *_) in launches:
+            stood = [place[start]] if start in place else places[transfer]
+            at = bisect_left(stood, last)
+            if at < len(stood):
+                last = stood[at]
+            elif stood:
+                yield Fault(start, f"it launched before {old[last][0]}, as before", "it launched after")
 
 
 def same_launches(orders: Sequence[Mapping[str, Graph]]) -> Iterator[Fault]:
