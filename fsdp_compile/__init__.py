@@ -12,6 +12,7 @@ from .last_run import set_strict
 from .mesh_info import DataParallelMeshDims, FSDPMeshInfo
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .shard_placement import ShardPlacementResult
+from .trace_names import name_groups
 
 __all__ = [
     "AllGather",
@@ -36,6 +37,7 @@ __all__ = [
     "configure",
     "explain",
     "fully_shard",
+    "name_groups",
     "register_fsdp_forward_method",
     "set_strict",
     "share_comm_ctx",

@@ -26,7 +26,12 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from . import compiled_graphs, passes, torch_compat
+from . import (
+    compiled_graphs,
+    passes,
+    rank_agreement,  # noqa: F401  # listens to what graphs launch
+    torch_compat,
+)
 from .inductor_order import FxOrder, pinned_after
 from .lowering import Decompositions, lower
 from .passes import PassContext

@@ -3,11 +3,12 @@
     fsdp-compile parity MODULE:FACTORY --steps 5 --backend fsdp_eager --nproc 2
     fsdp-compile plan llama3-8b --world-size 8,64,512 --hardware h100 --memory 80GiB
     fsdp-compile explain my_model.py:factory --world-size 8
+    fsdp-compile compare simulated.json measured.json
     fsdp-compile calibrate machine.toml --nproc 2
     torchrun --nproc-per-node 8 -m fsdp_compile.cli calibrate machine.toml
 
-Exit codes: 0 equal, fits, explained or measured; 1 different, does not fit or a rank failed; 2 bad arguments. torchrun
-itself exits with 1 for either failure.
+Exit codes: 0 all is well; 1 different, does not fit or a rank failed; 2 bad arguments. torchrun itself exits with 1 for
+either failure.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import os
 import sys
 from typing import NoReturn
 
-from .commands import calibrate, explain, parity, plan
+from .commands import calibrate, compare, explain, parity, plan
 from .factory import FactoryError
 from .local_ranks import RankFailed, UsageError
 
-COMMANDS = (parity, plan, explain, calibrate)
+COMMANDS = (parity, plan, explain, compare, calibrate)
 
 
 class Parser(argparse.ArgumentParser):

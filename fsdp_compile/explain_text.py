@@ -26,13 +26,13 @@ def as_text(explanation: Explanation, folds: bool) -> str:
     for place in explanation.breaks:
         of = ", ".join(_folded_names(place.modules))
         lines.append(f"graph break in {of}, {place.file}:{place.line}: {place.reason}")
-    for graph in explanation.graphs:
-        lines += ["", *_graph(graph, folds)]
+    for position, graph in enumerate(explanation.graphs, 1):
+        lines += ["", *_graph(position, graph, folds)]
     return "\n".join(lines)
 
 
-def _graph(graph: GraphRun, folds: bool) -> Iterator[str]:
-    yield from _wrapped(f"graph {graph.number}, of ", ", ".join(_folded_names(graph.modules)))
+def _graph(position: int, graph: GraphRun, folds: bool) -> Iterator[str]:
+    yield from _wrapped(f"graph {position}, of ", ", ".join(_folded_names(graph.modules)))
     if graph.note:
         yield f"  {graph.note}"
     if graph.summary is not None:

@@ -13,6 +13,7 @@ from .communication import AllGather, DefaultAllGather, DefaultReduceScatter, Re
 from .fsdp_param import FSDPParam, ShardedState
 from .mesh_info import FSDPMeshInfo
 from .policies import MixedPrecisionPolicy, OffloadPolicy
+from .profiler_marks import mark_launch
 from .reduction import Gradient, Reduction, ReductionSettings, Route
 from .sharded_layout import ShardedLayout
 from .shared_parameters import shared_owners
@@ -150,6 +151,8 @@ class FSDPParamGroup:
                 mesh_info = self.post_forward_mesh_info
                 if self._sliced is not None:
                     lanes.copy_in.wait_for(self._sliced)
+        if mesh_info.shard_mesh_size > 1:
+            mark_launch("all_gather", self.name)
         self._gather = launch_all_gather(self.params, mesh_info, lanes, self.all_gather_comm)
 
     def wait_for_unshard(self) -> None:
@@ -261,6 +264,7 @@ class FSDPParamGroup:
     def _route(self, param: FSDPParam, lanes: Lanes) -> Route:
         stream = self.all_reduce_hook_stream
         return Route(
+            name=self.name,
             shard_group=self.reduce_scatter_group,
             replicate_group=self.mesh_info.replicate_process_group,
             scaling=param.scaling(),

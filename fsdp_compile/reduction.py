@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from .communication import ReduceScatter
+from .profiler_marks import mark_launch
 from .sharded_layout import ShardedLayout
 from .streams import Lane, Lanes, Ticket
 
@@ -88,12 +89,14 @@ class Route:
     """Where a group's gradients go; read when a reduction starts.
 
     Attributes:
+        name: of the group's module.
         shard_group, replicate_group: ``None`` where gradients are not reduced over such ranks.
         comm: the reduce-scatter and its buffers.
         hook: the user's, on the reduced gradients, with the lane that it runs in.
         all_reduce: if not, the gradients stay on the parameters as partial, reduced over the shard ranks only.
     """
 
+    name: str
     shard_group: dist.ProcessGroup | None
     replicate_group: dist.ProcessGroup | None
     scaling: Scaling
@@ -202,6 +205,7 @@ class Reduction:
             with lane.on():
                 lanes.all_reduce.catch_up()
             lane, group = lanes.all_reduce, route.replicate_group
+            mark_launch("all_reduce", route.name, "backward")
             yield lane.run(lambda async_op: dist.all_reduce(reduced, OPS[route.scaling.op], group, async_op))
         with lane.on():
             present = self._present_on_any_rank(reduced)  # before a hook may change the signs of zeros
@@ -233,6 +237,7 @@ class Reduction:
             size = (source.numel() // self._world_size,)
             reduced = route.comm.allocate(size, dtype=source.dtype, device=source.device)
         op = OPS[route.scaling.op]
+        mark_launch("reduce_scatter", route.name, "backward")
         return lane, lane.run(lambda async_op: route.comm(reduced, source, group, op, async_op)), reduced
 
     def _present_on_any_rank(self, reduced: torch.Tensor) -> list[bool]:

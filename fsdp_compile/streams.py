@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
+from .profiler_marks import marked_wait
+
 
 class Ticket:
     """A communication under way."""
@@ -24,7 +26,8 @@ class Ticket:
     def wait(self) -> None:
         """On CPU, return when it is done; on an accelerator, have the current stream wait for it."""
         if self._work is not None:
-            self._work.wait()
+            with marked_wait():
+                self._work.wait()
             self._work = None
         if self._event is not None:
             torch.accelerator.current_stream().wait_event(self._event)

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -433,6 +434,19 @@ def transports() -> str:
     from torch.distributed.distributed_c10d import _world  # the groups of a graph are known by name only
 
     return ";".join(sorted({dist.get_backend_config(group) for group in _world.pg_map}))
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group of that name, as functional collectives find it; there is no public way."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long collectives of the group may take; its options have no public reader."""
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout  # type: ignore[attr-defined]
+    return timeout
 
 
 # What fullgraph=True raises where a model cannot be in one graph; there are no public names.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .passes.costs import COMPUTE
+from .passes.simulate import Event
 from .planning import Plan
 
 MICRO = 1e6
@@ -33,12 +34,11 @@ def trace_of(plan: Plan, process: int) -> Iterator[Entry]:
     """The entries of one plan, as those of a process with that number."""
     timeline = plan.result.timeline
     tracks = {lane: number for number, lane in enumerate([COMPUTE, *sorted(timeline.lane_seconds)])}
-    yield _name("process_name", process, 0, _title(plan))
+    yield _name("process_name", process, 0, _title(plan), ranks=plan.world_size)
     for lane, track in tracks.items():
         yield _name("thread_name", process, track, lane)
     for event in timeline.events():
-        moved = {"bytes": event.bytes, "parameters": event.params}
-        more = {**moved, "exposed us": event.exposed * MICRO, "exposed as": event.reason} if event.bytes else {}
+        more = _of_collective(event) if event.phase else {}
         yield _bar(event.name, process, tracks[event.lane], event.begin, event.end, more)
     for each in timeline.transfers:
         if each.exposed and each.waited is not None:
@@ -52,10 +52,15 @@ def _title(plan: Plan) -> str:
     return f"{plan.world_size} ranks{replicas}"
 
 
+def _of_collective(event: Event) -> Entry:
+    exposed = {"exposed us": event.exposed * MICRO, "exposed as": event.reason}
+    return {"phase": event.phase, "bytes": event.bytes, "parameters": event.params, **exposed}
+
+
 def _bar(name: str, process: int, track: int, begin: float, end: float, more: Entry) -> Entry:
     times = {"ts": begin * MICRO, "dur": (end - begin) * MICRO}
     return {"ph": "X", "name": name, "pid": process, "tid": track, **times, "args": more}
 
 
-def _name(kind: str, process: int, track: int, name: str) -> Entry:
-    return {"ph": "M", "name": kind, "pid": process, "tid": track, "args": {"name": name}}
+def _name(kind: str, process: int, track: int, name: str, **more: int) -> Entry:
+    return {"ph": "M", "name": kind, "pid": process, "tid": track, "args": {"name": name, **more}}

@@ -22,6 +22,7 @@ On the forward graph, the backward graph, and a graph that has no backward:
 6. ``dedup``: one gather for runs of a module that follow each other, instead of one for each run.
 7. ``fuse_copies``: one kernel for the casts, divisions and copies on each side of a collective, by ``operators``.
 8. ``for_gloo``: on gloo, which may not have several of the usual gathers under way, other collectives.
+9. ``announce``: one operator that says what the graph is about to launch, to profilers and to the other ranks.
 
 Buckets and schedule go by what ``plan`` decides: where that is the cost model's, it tries both on copies first.
 
@@ -29,10 +30,11 @@ A pass is a function ``(graph, context) -> report``; ``keep_slices`` and ``sched
 graphs in place, leaves them lint-clean and in topological order, does nothing when run again, and reads tags only
 (``graph_view``): it serves any graph whose nodes are tagged so, whoever traced it. Nothing in here imports the runtime.
 
-Around the passes: ``context`` (what they are told and report), ``stages`` (runs them, measures, dumps graphs),
-``graph_view`` (what they read), ``skeleton`` (prints a graph's communication for people), ``torch_compat`` (private
-torch APIs), ``verify`` (rules that every pass keeps: of the form of graphs, ``verify_form``; of memory,
-``verify_storages``; of what is moved, ``verify_traffic``; who breaks one is named in a ``fault``).
+Around the passes: ``context`` (what they are told and report), ``stages`` (runs them, measures), ``records`` (logs,
+traces and dumps what they do), ``graph_view`` (what they read), ``skeleton`` (prints a graph's communication for
+people), ``summary`` (says of graphs what is moved and when), ``torch_compat`` (private torch APIs), ``verify`` (rules
+that every pass keeps: of the form of graphs, ``verify_form``; of memory, ``verify_storages``; of what is moved,
+``verify_traffic``; who breaks one is named in a ``fault``).
 
 How good their result is: ``simulate`` (when everything happens, on ``costs``), ``memory`` (what is live, on
 ``storages``), ``bounds`` (what no plan can beat: ``time_bound`` and ``memory_bound``, on ``reach``), ``result`` (all of
@@ -49,6 +51,7 @@ from dataclasses import replace
 from torch.fx import Graph
 
 from .accumulate import accumulate
+from .announce import announce, listen
 from .bounds import Bounds, bounds
 from .bucket import bucket
 from .context import Effect, Observer, Parts, PassConfig, PassContext, Report, Traffic, source_digest
@@ -64,6 +67,7 @@ from .keep_slices import keep_slices
 from .memory import MemoryProfile
 from .operators import GATHER, teach_inductor
 from .plan import decide, merge, order
+from .records import record_step, show
 from .regather import regather
 from .result import Result, evaluate, readable_size
 from .schedule import schedule
@@ -98,6 +102,7 @@ __all__ = [
     "Timeline",
     "Traffic",
     "accumulate",
+    "announce",
     "bounds",
     "bucket",
     "copy_graph",
@@ -110,6 +115,7 @@ __all__ = [
     "has_backward",
     "is_alias",
     "keep_slices",
+    "listen",
     "merged",
     "print_skeleton",
     "profile",
@@ -134,15 +140,15 @@ __all__ = [
 def run_joint(graph: Graph, context: PassContext) -> None:
     """Run the passes on a joint graph of forward and backward."""
     parts = {"joint": graph}
-    _show("before", parts, context)
+    show("before", parts, context)
     run_stage(1, parts, context, lambda: [regather(graph, context)])
-    _show("after", parts, context)
+    show("after", parts, context)
 
 
 def run_parts(forward: Graph, backward: Graph, context: PassContext) -> None:
     """Run the passes on the two graphs partitioned from a joint graph."""
     parts = {"forward": forward, "backward": backward}
-    _show("before", parts, context)
+    show("before", parts, context)
     if context.config.verify:
         verify("partitioning", parts)
     run_stage(2, parts, context, lambda: [keep_slices(forward, backward, context)])
@@ -153,7 +159,7 @@ def run_parts(forward: Graph, backward: Graph, context: PassContext) -> None:
 def run_inference(graph: Graph, context: PassContext) -> None:
     """Run the passes on a graph that has no backward."""
     parts = {"inference": graph}
-    _show("before", parts, context)
+    show("before", parts, context)
     run_stage(1, parts, context, lambda: [regather(graph, context)])
     _plan(parts, context)
 
@@ -163,15 +169,12 @@ def _plan(parts: Parts, context: PassContext) -> None:
     graphs = [*parts.values()]
     config, budget = decide(graphs, context.config)
     context = replace(context, config=config)
-    run_stage(4, parts, context, lambda: merge(graphs, config))
+    first = run_stage(4, parts, context, lambda: merge(graphs, config))
     if config.schedule:
         run_stage(5, parts, context, lambda: order(graphs, config, budget), budget)
     run_stage(6, parts, context, lambda: [dedup(graph, context) for graph in graphs])
     run_stage(7, parts, context, lambda: [fuse_copies(graph, context) for graph in graphs])
-    _show("after", parts, context)
+    show("after", parts, context)
     run_stage(8, parts, context, lambda: [for_gloo(graph, context) for graph in graphs])
-
-
-def _show(when: str, parts: Parts, context: PassContext) -> None:
-    for name, graph in parts.items():
-        context.observe(f"{name} {when}", graph)
+    last = run_stage(9, parts, context, lambda: [announce(graph, context) for graph in graphs])
+    record_step(parts, first, last, config.bucket)

@@ -197,13 +197,18 @@ class Report:
     step_after: Effect | None = None
 
     def __str__(self) -> str:
+        return f"{self.name}: {self.changes} changes; {self.figures}"
+
+    @property
+    def figures(self) -> str:
+        """What is not zero of ``before`` and ``after``, in words; of the step too, if that was measured."""
         rows = zip(fields(self.before), astuple(self.before), astuple(self.after), strict=True)
         steps = [f"{each.name.replace('_', ' ')} {old} -> {new}" for each, old, new in rows if old or new]
         if self.step_before is not None and self.step_after is not None:
             old, new = self.step_before, self.step_after
             steps.append(f"exposed {old.exposed * 1e3:.3f} -> {new.exposed * 1e3:.3f} ms")
             steps.append(f"peak {old.peak} -> {new.peak} bytes")
-        return f"{self.name}: {self.changes} changes; {', '.join(steps)}"
+        return ", ".join(steps)
 
 
 @dataclass

@@ -34,6 +34,7 @@ from .graph_view import (
     aliases_of,
     copy_tag,
     data_bytes,
+    note_planned,
     process_group_of,
     set_tag,
     tag_of,
@@ -95,6 +96,7 @@ def _send_one(start: Node) -> None:
     with start.graph.inserting_before(start):
         launch = emit(start.graph, GATHER, *start.args)
     copy_tag(start, launch)
+    note_planned(start, launch)
     start.replace_all_uses_with(launch)
     start.graph.erase_node(start)
 
@@ -129,6 +131,7 @@ def _send(start: Node, members: list[int], before: Node) -> dict[int, Node]:
     inputs = [cast(list[Node], start.args[0])[index] for index in members]
     with graph.inserting_before(start):
         launch = emit(graph, GATHER, inputs[0] if len(members) == 1 else _packed(inputs, tag), *start.args[1:])
+    note_planned(start, launch)
     with graph.inserting_before(before):
         wait = emit(graph, WAIT, launch, result=launch.meta["val"])
         _set_tag(tag, launch)
@@ -160,6 +163,7 @@ def _reduce_in_place(start: Node) -> None:
         wait = emit(graph, WAIT, launch, result=launch.meta["val"])
         part = emit(graph, OWN_PART, wait, ranks, group, result=start.meta["val"])
     copy_tag(start, launch, wait, part)
+    note_planned(start, launch)
     old.replace_all_uses_with(part)
     for node in (old, start):
         graph.erase_node(node)

@@ -272,6 +272,24 @@ def kind_of(start: Node) -> str:
     return known_kind(start) or target.__name__.split(".")[0]
 
 
+def title_of(start: Node) -> str:
+    """Kind and module, for people."""
+    tag = tag_of(start)
+    return f"{kind_of(start)} [{tag.name or 'root'}]" if tag else kind_of(start)
+
+
+def planned_of(start: Node) -> tuple[str, str]:
+    """Name and title of the planned launch that this one is, or in whose place it is written."""
+    known: tuple[str, str] = start.meta.get("planned", (start.name, title_of(start)))
+    return known
+
+
+def note_planned(start: Node, *launches: Node) -> None:
+    """Note that ``launches`` are written in place of ``start``."""
+    for launch in launches:
+        launch.meta["planned"] = planned_of(start)
+
+
 def known_kind(node: Node) -> str | None:
     """The kind of a collective that costs are known of; ``None`` for all else."""
     return KINDS.get(getattr(node.target, "overloadpacket", None))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from torch.fx import Graph, Node
 
 from .costs import COMPUTE, Costs
-from .graph_view import WAIT, Tag, has_backward, kind_of, launch_of, tag_of, whole_bytes
+from .graph_view import WAIT, Tag, has_backward, launch_of, tag_of, title_of, whole_bytes
 
 
 @dataclass
@@ -88,8 +88,7 @@ class Transfer:
     @property
     def title(self) -> str:
         """Kind and module, for people."""
-        group = f" [{self.tag.name or 'root'}]" if self.tag else ""
-        return f"{kind_of(self.start)}{group}"
+        return title_of(self.start)
 
     @property
     def reason(self) -> str:
@@ -120,6 +119,7 @@ class Event:
     Attributes:
         exposed: seconds that compute stands still for it.
         reason: why.
+        phase: of a collective, the graph that launches it: "forward" or "backward".
     """
 
     name: str
@@ -131,6 +131,7 @@ class Event:
     end: float
     exposed: float = 0.0
     reason: str = ""
+    phase: str = ""
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,8 @@ class Timeline:
         for each in self.transfers:
             group, params = (each.tag.name, each.tag.params) if each.tag else ("", ())
             moved = group, params, each.bytes
-            yield Event(each.title, each.lane, *moved, each.begin, each.end, each.exposed, each.reason)
+            why = each.exposed, each.reason, each.phase.name
+            yield Event(each.title, each.lane, *moved, each.begin, each.end, *why)
 
 
 def simulate(graphs: Sequence[Graph], costs: Costs) -> Timeline:

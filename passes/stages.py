@@ -1,23 +1,19 @@
-"""Runs a stage of the pipeline: one pass on the graphs of a step, which it measures and dumps as far as asked."""
+"""Runs a stage of the pipeline: one pass on the graphs of a step, measured if asked, and recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-
-import torch.distributed as dist
 
 from .context import Effect, Parts, PassConfig, PassContext, Report
 from .machine import cost_model
 from .memory import MemoryProfile
+from .records import record_stage
 from .simulate import simulate
-from .skeleton import print_skeleton
-from .torch_compat import name_of_compile
 from .verify import verified
 
-PASSES = ("regather", "keep_slices", "accumulate", "bucket", "schedule", "dedup", "fuse_copies", "for_gloo")  # in order
+PASSES = ("regather", "keep_slices", "accumulate", "bucket", "schedule", "dedup", "fuse_copies", "for_gloo", "announce")
 
 
 def run_stage(
@@ -26,8 +22,8 @@ def run_stage(
     context: PassContext,
     run: Callable[[], list[Report]],
     default_budget: int | None = None,
-) -> None:
-    """Run a pass on ``parts``, note its reports, and verify what it has made if the configuration says so.
+) -> list[Report]:
+    """Run a pass on ``parts``, verify what it has made if the configuration says so, and return its reports.
 
     Args:
         number: of the pass in the pipeline.
@@ -45,8 +41,8 @@ def run_stage(
     after = effect_of(parts, context.config)
     reports = [replace(report, step_before=before, step_after=after) for report in reports]
     context.reports.extend(reports)
-    if context.config.dump is not None:
-        _dump(f"{'_'.join(parts)}_{number}_{reports[0].name}", parts, reports, Path(context.config.dump))
+    record_stage(f"{'_'.join(parts)}_{number}_{reports[0].name}", parts, reports, context.config)
+    return reports
 
 
 def effect_of(parts: Parts, config: PassConfig) -> Effect | None:
@@ -56,13 +52,3 @@ def effect_of(parts: Parts, config: PassConfig) -> Effect | None:
     graphs = [*parts.values()]
     timeline = simulate(graphs, cost_model(graphs, config.hardware))
     return Effect(timeline.exposed_seconds, MemoryProfile.of(graphs).peak)
-
-
-def _dump(stage: str, parts: Parts, reports: list[Report], directory: Path) -> None:
-    """Write the stage into a file of this rank's own, over what the same stage of the same graph has written before."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    text = [*map(str, reports)]
-    text += [f"\n== {name} ==\n\n{print_skeleton(graph)}" for name, graph in parts.items()]
-    text += [f"\n== {name}, all nodes ==\n\n{graph}" for name, graph in parts.items()]
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / f"rank{rank}_graph{name_of_compile()}_{stage}.txt").write_text("\n".join(text) + "\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -236,11 +236,31 @@ def launch_by_inductor(launch: Any, source: Any, *how: Any) -> Any:
     return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(launch, source, *how))  # type: ignore[arg-type]
 
 
+def profiler_runs() -> bool:
+    """Whether a profiler would show a range; asking is public nowhere."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def profiler_range(name: str) -> AbstractContextManager[object]:
+    """Inside, the trace of a profiler, if one runs, has a bar of that name."""
+    return torch.profiler.record_function(name) if profiler_runs() else nullcontext()
+
+
 def name_of_compile() -> str:
     """Which of this process's compiles runs, as torch numbers them in its logs, or empty; there is no public way."""
     from torch._guards import CompileContext
 
-    return str(CompileContext.current_compile_id() or "").replace("/", ".")
+    return str(CompileContext.current_compile_id() or "")
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Put a text into the running compile's part of torch's structured trace, if one is written (``TORCH_TRACE``).
+
+    There is no public way. ``text`` is not called where no trace is written.
+    """
+    from torch._logging import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 
 def real_tensors() -> AbstractContextManager[Any]:

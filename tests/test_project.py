@@ -40,23 +40,6 @@ def test_the_example_command_names_a_script_and_an_extra_that_exist() -> None:
     assert {"examples", "test"} <= project()["project"]["optional-dependencies"].keys()
 
 
-def test_python_in_the_readme_compiles() -> None:
-    assert blocks("python")
-    for block in blocks("python"):
-        compile(block, "README.md", "exec")
-
-
-def test_the_usage_example_runs(tmp_path: Path) -> None:
-    (code,) = [block for block in blocks("python") if block.startswith("# train.py\n")]
-    (command,) = [block for block in blocks("sh") if block.endswith(" train.py\n")]
-    (tmp_path / "train.py").write_text(code)
-    torchrun, *args = command.split()
-    assert torchrun == "torchrun"
-    done = run(sys.executable, "-m", "torch.distributed.run", *args, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"rank (\d): loss \d+\.\d+", done.stdout)) == ["0", "1"]  # ranks may share a line
-
-
 def test_the_layout_is_there() -> None:
     paths = re.findall(r"^\| `([\w/]+/)` \|", README, re.MULTILINE)
     assert paths and all((ROOT / path).is_dir() for path in paths)

@@ -22,7 +22,7 @@ WIDTH = 8
 STAGES = [
     *("joint_1_regather", "forward_backward_2_keep_slices", "forward_backward_3_accumulate"),
     *("forward_backward_4_bucket", "forward_backward_5_schedule", "forward_backward_6_dedup"),
-    *("forward_backward_7_fuse_copies", "forward_backward_8_for_gloo"),
+    *("forward_backward_7_fuse_copies", "forward_backward_8_for_gloo", "forward_backward_9_announce"),
 ]
 
 
