@@ -14,7 +14,6 @@ saves temporaries, and in-place reuse are not modelled; both do the same for eve
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,13 +87,17 @@ class MemoryProfile:
         """The node that runs then."""
         return self.nodes[self.peak_position]
 
+    @cached_property
+    def live_of(self) -> dict[str, list[int]]:
+        """Bytes of each category while each node runs."""
+        spans: dict[str, list[tuple[int, int, int]]] = {category: [] for category in CATEGORIES}
+        for each in self.lifetimes:
+            spans[each.category].append((each.bytes, each.first, each.last))
+        return {category: _live(len(self.nodes), of_category) for category, of_category in spans.items()}
+
     def composition(self, position: int) -> dict[str, int]:
         """Bytes of each category while the node at ``position`` runs."""
-        found = Counter(dict.fromkeys(CATEGORIES, 0))
-        for each in self.lifetimes:
-            if each.first <= position <= each.last:
-                found[each.category] += each.bytes
-        return dict(found)
+        return {category: live[position] for category, live in self.live_of.items()}
 
 
 def live_bytes(graphs: Sequence[Graph]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import runpy
@@ -29,7 +30,7 @@ LEFT_OUT = {
     "--nproc-per-node 8": "needs two nodes of eight GPUs",
     "parity:debug_llama": "takes half a minute; test_cli.py compares this model in fewer steps",
     "calibrate machine.toml --nproc 2": "takes half a minute; test_calibrate.py measures less",
-    "plan llama3-8b": "takes half a minute for each number of ranks; test_planning.py plans smaller models",
+    "llama3-8b": "takes half a minute for each number of ranks; tests of these commands take smaller models",
     "--search": "plans many times; test_plan_search.py runs the command",
 }
 
@@ -80,7 +81,7 @@ def test_python_runs(page: Path, ranks2: Ranks, tmp_path: Path) -> None:
 
 
 def _run(file: str) -> None:
-    with backend.configured():
+    with backend.configured(), contextlib.chdir(Path(file).parent):
         runpy.run_path(file, run_name="__main__")
 
 
@@ -158,7 +159,7 @@ def test_the_reference_is_complete() -> None:
 
 def test_quoted_messages_exist() -> None:
     """Each is what some text in the sources gives, with values of the example put in."""
-    quoted = [line for block in blocks(ROOT / "docs/troubleshooting.md", "text") for line in block.splitlines()]
+    quoted = [block.rstrip() for block in blocks(ROOT / "docs/troubleshooting.md", "text")]
     known = list(templates())
     assert len(quoted) > 15
     assert [message for message in quoted if not any(each.fullmatch(message) for each in known)] == []
@@ -171,7 +172,7 @@ def templates() -> Iterator[re.Pattern[str]]:
             parts = node.values if isinstance(node, ast.JoinedStr) else [node] if isinstance(node, ast.Constant) else []
             fixed = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
             if len("".join(fixed).split()) >= 3:
-                yield re.compile("".join(_pattern(part) for part in parts))
+                yield re.compile("".join(_pattern(part) for part in parts), re.DOTALL)
 
 
 def _pattern(part: ast.expr) -> str:

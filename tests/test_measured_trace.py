@@ -165,7 +165,7 @@ def test_a_graph_without_launches_announces_nothing() -> None:
 def test_without_a_profiler_there_is_no_mark() -> None:
     assert isinstance(profiler_range("text"), nullcontext)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        ANNOUNCE([torch.ones(1)], "fsdp_compile forward: x")
+        ANNOUNCE([torch.ones(1)], "fsdp_compile forward: x", [], [])
     assert "fsdp_compile forward: x" in {event.name for event in profiler.events()}
 
 

@@ -13,9 +13,10 @@ from .. import plan_search
 from ..local_ranks import UsageError
 from ..passes.context import parse_bytes
 from ..plan_remedy import remedy
-from ..plan_search import Setting
+from ..plan_search import Found, Setting
 from ..plan_table import as_table, shortfall
 from ..planning import make_plan
+from ..report import write_report
 from ..trace_file import write_trace
 from . import without_ranks
 from .without_ranks import each_world, factory_of, heading, one_graph, policy_of
@@ -36,6 +37,7 @@ def add_to(commands: Any) -> None:
     add("--memory", metavar="SIZE", help="that a device has, like 80GiB; more is called too much")
     add("--search", action="store_true", help="try buckets, resharding and replicas, and say which to take")
     add("--trace", metavar="FILE", type=Path, help="also write a trace for Perfetto or about:tracing, .json")
+    add("--html", metavar="FILE", type=Path, help="also write a page to look at: timeline, memory, buckets, comparison")
 
 
 def check(args: argparse.Namespace) -> None:
@@ -51,8 +53,9 @@ def check(args: argparse.Namespace) -> None:
     chosen = args.mesh or args.replicas > 1 or args.reshard is not None or args.bucket != "module"
     if args.search and (args.trace or chosen):
         raise UsageError("--search chooses --bucket, --reshard and replicas itself, and writes no --trace")
-    if args.trace is not None and not os.access(args.trace.parent, os.W_OK):
-        raise UsageError(f"cannot write to directory {args.trace.parent}")
+    for file in (args.trace, args.html):
+        if file is not None and not os.access(file.parent, os.W_OK):
+            raise UsageError(f"cannot write to directory {file.parent}")
     without_ranks.check(args)
 
 
@@ -68,12 +71,15 @@ def start(args: argparse.Namespace) -> int:
 
 def _search(args: argparse.Namespace) -> int:
     fits = True
+    all_found: list[Found] = []
     for ranks, _ in args.worlds:
         tried = plan_search.settings(ranks, args.hardware)
         planned = plan_search.plans(factory_of(args), ranks, args.config, tried, mp_policy=policy_of(args))
         found = [*tqdm(planned, desc=f"{ranks} ranks", total=len(tried), unit="plan", disable=None, leave=False)]
         print(plan_search.as_advice(found, args.memory), flush=True)
         fits &= args.memory is None or any(plan.peak <= args.memory for _, plan in found)
+        all_found += found
+    _write_report(args, all_found)
     return 0 if fits else 1
 
 
@@ -87,9 +93,15 @@ def _plan(args: argparse.Namespace) -> int:
     print(as_table(plans), end="", flush=True)
     if args.trace is not None:
         write_trace(plans, args.trace)
+    _write_report(args, [(Setting(args.reshard, args.bucket, plan.replicas), plan) for plan in plans])
     too_large = [plan for plan in plans if args.memory is not None and plan.peak > args.memory]
     for plan in too_large:
         print("", shortfall(plan, args.memory), sep="\n", flush=True)
         setting = Setting(args.reshard, args.bucket, plan.replicas)
         print(remedy(factory, plan, setting, args.config, args.memory, mp_policy=policy), flush=True)
     return 1 if too_large else 0
+
+
+def _write_report(args: argparse.Namespace, found: list[Found]) -> None:
+    if args.html is not None:
+        write_report(found, args.html, f"{args.factory} on {args.hardware}, {args.dtype}", args.memory)
