@@ -224,6 +224,9 @@ def test_hovering_tells_what_and_why(browser: Any, file: Path, data: list[dict[s
         gather = data[0]["collectives"][1]
         assert "all_gather [blocks.1]" in text and "parameters of blocks.1: weight, bias" in text
         assert gather["reason"] in text and "KiB" in text
+        page.mouse.move(*middle_of(page, 0, 0, 0))
+        text = tooltip(page).inner_text()
+        assert "compute stands still, " in text and "why: first of the forward" in text
         page.mouse.move(*middle_of(page, 0, 0, 1))
         assert "compute, " in tooltip(page).inner_text() and "kernel" in tooltip(page).inner_text()
 

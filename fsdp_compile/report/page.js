@@ -7,7 +7,7 @@ let charts = [];
 
 function shownPlans() {
   const second = $("second").value;
-  return [plans[$("first").value || 0], ...(second ? [plans[second]] : [])];
+  return [plans[$("first").value], ...(second ? [plans[second]] : [])];
 }
 
 function render() {

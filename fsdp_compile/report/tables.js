@@ -75,7 +75,8 @@ function summaryTable(plans, memory) {
 function peakTable(plans) {
   const categories = Object.keys(plans[0].composition).filter((name) => plans.some((plan) => plan.composition[name]));
   const rows = categories.map((name) => ({ name, of: (plan) => plan.composition[name], format: size, judged: true }));
-  return comparisonTable([...rows, { name: "in all", of: (plan) => plan.peak, format: size, judged: true }], plans, "bytes of");
+  const whole = { name: "in all", of: (plan) => plan.peak, format: size, judged: true };
+  return comparisonTable([...rows, whole], plans, "bytes of");
 }
 
 function bucketTable(plan, onlyExposed, show) {
@@ -105,7 +106,8 @@ function bucketRow(each, show) {
 function parameterList({ params: names, title }) {
   if (names.length <= 1) return names[0] ?? "none of ours";
   const [module, inside] = inModule(names);
+  const where = !module || title.includes(`[${module}]`) ? "" : ` of ${module}`;
   return element("details", {},
-    element("summary", {}, `${names.length} parameters${title.includes(`[${module}]`) || !module ? "" : ` of ${module}`}`),
+    element("summary", {}, `${names.length} parameters${where}`),
     element("ul", {}, ...inside.map((name) => element("li", {}, name))));
 }

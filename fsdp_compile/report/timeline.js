@@ -65,18 +65,20 @@ class PlanChart {
     const lanes = this.plan.lanes.length * LANE;
     const sides = { left: narrow ? 66 : 90, right: narrow ? 10 : 24 };
     const text = { color: colour("muted"), fontFamily: "inherit", fontSize: 12 };
-    const time = { type: "value", min: 0, max: this.until, axisPointer: { show: true, snap: false, label: { show: false } },
+    const time = { type: "value", min: 0, max: this.until,
+      axisPointer: { show: true, snap: false, // brings the tooltip of the memory
+        label: { show: false } },
       splitLine: { lineStyle: { color: colour("line") } }, splitNumber: narrow ? 3 : 8 };
     this.chart.setOption({
       animation: false,
       textStyle: { fontFamily: getComputedStyle(document.body).fontFamily },
       grid: [
         { ...sides, top: TOP, height: lanes },
-        { ...sides, top: TOP + lanes + GAP, height: MEMORY, tooltip: { trigger: "axis" } },
+        { ...sides, top: TOP + lanes + GAP, height: MEMORY },
       ],
       xAxis: [
         { ...time, axisPointer: { show: false }, gridIndex: 0, axisLabel: { show: false }, axisTick: { show: false } },
-        { ...time, gridIndex: 1, axisLabel: { ...text, formatter: (time) => this.timeLabel(time), hideOverlap: true } },
+        { ...time, gridIndex: 1, axisLabel: { ...text, formatter: (time) => this.timeLabel(time), showMaxLabel: false } },
       ],
       yAxis: [
         { type: "category", inverse: true, data: this.plan.lanes, axisTick: { show: false }, axisLine: { show: false },
@@ -93,7 +95,8 @@ class PlanChart {
           handleStyle: { color: colour("surface"), borderColor: colour("muted") },
           moveHandleStyle: { color: colour("muted") } },
       ],
-      tooltip: { confine: true, showContent: !narrow, transitionDuration: 0, backgroundColor: colour("surface"), borderColor: colour("line"), padding: [6, 10],
+      tooltip: { confine: true, showContent: !narrow, transitionDuration: 0, padding: [6, 10],
+        backgroundColor: colour("surface"), borderColor: colour("line"),
         textStyle: { color: colour("text"), fontSize: 13 },
         formatter: (shown) => element("div", { class: "tip" }, ...(Array.isArray(shown)
           ? this.memoryAt(shown[0].dataIndex) : describe(this.bars[shown.dataIndex]))) },
@@ -106,9 +109,10 @@ class PlanChart {
     return `${Number((time / unit).toPrecision(4))} ${name}`;
   }
 
-  // The top of the memory axis, with what the device has unless that is far above: a power of two times 1, 1.25, 1.5 ...
+  // The top of the memory axis, in quarters of a power of two; what the device has is seen unless it is far above.
   ceiling() {
-    const most = this.memory && this.memory < 2 * this.plan.peak ? Math.max(this.plan.peak, this.memory) : this.plan.peak;
+    const { peak } = this.plan;
+    const most = this.memory && this.memory < 2 * peak ? Math.max(peak, this.memory) : peak;
     const quarter = 2 ** Math.floor(Math.log2(most)) / 4;
     return Math.ceil((most * 1.02) / quarter) * quarter;
   }
@@ -118,7 +122,7 @@ class PlanChart {
     const fill = (kind) => colours.get(kind) ?? colours.set(kind, colourOf(kind)).get(kind);
     const boundary = this.plan.phases.slice(1).map((phase) => ({ xAxis: phase.begin, name: phase.name }));
     return {
-      type: "custom", name: "bars", clip: true, encode: { x: [1, 2], y: 0 },
+      type: "custom", name: "bars", clip: true, progressive: 0, encode: { x: [1, 2], y: 0 },
       data: this.bars.map((bar) => [bar.lane, bar.begin, bar.end]),
       renderItem: (params, api) => this.renderBar(params, api, fill),
       markLine: { silent: true, symbol: "none", lineStyle: { color: colour("muted"), type: "dashed" },
@@ -133,8 +137,8 @@ class PlanChart {
     const right = api.coord([bar.end, bar.lane])[0];
     if (right < coordSys.x || left > coordSys.x + coordSys.width) return null;
     const height = LANE * 0.68, top = middle - height / 2;
-    const rect = (from, y, tall, style) => ({ type: "rect", style,
-      shape: echarts.graphic.clipRectByRect({ x: from, y, width: Math.max(right - from, 1), height: tall }, coordSys) });
+    const rect = (x, y, tall, style) => ({ type: "rect", style,
+      shape: echarts.graphic.clipRectByRect({ x, y, width: Math.max(right - x, 1), height: tall }, coordSys) });
     const chosen = dataIndex === this.selected;
     const outline = chosen ? { stroke: colour("text"), lineWidth: 2 } : right - left > 4
       ? { stroke: colour("background"), lineWidth: 0.5 } : {};
@@ -143,7 +147,7 @@ class PlanChart {
       const from = api.coord([Math.max(bar.begin, bar.end - bar.exposed), bar.lane])[0];
       parts.push(rect(from, top + height, 4, { fill: fill("stall") }));
     }
-    return { type: "group", children: parts.filter((each) => each.shape) };
+    return { type: "group", children: parts.filter((each) => each.shape) }; // without what lies outside
   }
 
   memorySeries() {
@@ -151,16 +155,16 @@ class PlanChart {
     const end = { symbol: "none", silent: true, lineStyle: { color: colour("text"), type: "dotted" } };
     const text = { color: colour("text"), fontSize: 12 };
     const names = Object.keys(bytes).filter((name) => bytes[name].some((each) => each));
-    const series = names.map((name, index) => ({
+    return names.map((name, index) => ({
       type: "line", name, stack: "memory", step: "end", symbol: "none", xAxisIndex: 1, yAxisIndex: 1, silent: true,
-      lineStyle: { width: 0 }, areaStyle: { color: colour(`memory-${Object.keys(bytes).indexOf(name)}`), opacity: 0.85 },
+      lineStyle: { width: 0 },
+      areaStyle: { color: colour(`memory-${Object.keys(bytes).indexOf(name)}`), opacity: 0.85 },
       data: times.map((time, moment) => [time, bytes[name][moment]]),
       ...(index === 0 && { markLine: { ...end, label: { ...text, position: "insideEndTop" }, data: [
         { xAxis: this.plan.peakAt, label: { formatter: "peak", position: "end", distance: 2 } },
         ...(this.memory ? [{ yAxis: this.memory, label: { formatter: "device" } }] : []),
       ] } }),
     }));
-    return series;
   }
 
   memoryAt(moment) {
