@@ -29,6 +29,7 @@ LEFT_OUT = {
     "pip install": "changes the environment; CI runs the tests by such a line",
     "--nproc-per-node 8": "needs two nodes of eight GPUs",
     "parity:debug_llama": "takes half a minute; test_cli.py compares this model in fewer steps",
+    "parity my_model.py:factory --backend inductor": "two Inductors compile; test_cli.py compares under torchrun too",
     "calibrate machine.toml --nproc 2": "takes half a minute; test_calibrate.py measures less",
     "llama3-8b": "takes half a minute for each number of ranks; tests of these commands take smaller models",
     "--search": "plans many times; test_plan_search.py runs the command",

@@ -249,7 +249,9 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("compiles", [True, False], ids=["compiled", "eager"])
 def test_modules_of_several_roots_are_told_apart(compiles: bool) -> None:
     model = Branches()
-    run_step(torch.compile(model, backend="fsdp_eager") if compiles else model, X)
+    called = torch.compile(model, backend="fsdp_eager") if compiles else model
+    run_step(called, X)
+    assert explain(called) == explain(model)
     assert [run.name for run in explain(model).modules] == ["left", "right", "right.0"]
     assert "(root)" not in str(explain(model)).split("\n\n")[0]
 

@@ -61,7 +61,9 @@ def command(*arguments: object) -> tuple[int, str, str]:
 def test_one_graph_on_several_worlds(models: Path) -> None:
     code, out, err = command(f"{models}:whole", "--mesh", "1x2,2x4", "--dtype", "float32")
     assert code == 0 and not err
-    assert out.startswith(f"{models}:whole on h100, float32, buckets: module\n2 ranks, sharded: each of the 2 modules")
+    heading, _, rest = out.partition("\n\n")
+    assert heading == f"{models}:whole on h100, float32, buckets: module"
+    assert rest.startswith("2 ranks, sharded: each of the 2 modules")
     assert out.count("\ngraph 1, of ") == 2 and "\n8 ranks, 2 replicas, sharded: " in out
     assert out.count("3 all-reduces") == 0 and out.count("2 all-reduces") == 1
 
