@@ -13,7 +13,7 @@ from typing import Any
 
 from .factory import Factory
 from .passes import PassConfig, profile, readable_size
-from .planning import Plan, make_plan
+from .planning import Plan, make_plans
 
 SAME = 1e-3  # steps that differ by less are equally fast: the cost model is no better than that
 
@@ -51,10 +51,14 @@ def settings(world_size: int, hardware: str) -> list[Setting]:
 def plans(
     factory: Factory, world_size: int, config: PassConfig, tried: Sequence[Setting], **how: Any
 ) -> Iterator[Found]:
-    """The plan of each setting; arguments and errors as of ``make_plan``."""
+    """The plan of each setting; those that differ in buckets only share a trace. As ``planning.make_plans``."""
+    alike: dict[tuple[bool | int | None, int], list[Setting]] = {}
     for each in tried:
-        chosen = replace(config, bucket=each.bucket)
-        yield each, make_plan(factory, world_size, chosen, each.replicas, reshard_after_forward=each.reshard, **how)
+        alike.setdefault((each.reshard, each.replicas), []).append(each)
+    for (reshard, replicas), some in alike.items():
+        configs = [replace(config, bucket=each.bucket) for each in some]
+        made = make_plans(factory, world_size, configs, replicas, reshard_after_forward=reshard, **how)
+        yield from zip(some, made, strict=True)
 
 
 def ranked(found: Sequence[Found], memory: int | None) -> list[Found]:

@@ -11,7 +11,7 @@ equal graphs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,10 +25,11 @@ from torch.fx import Graph
 
 from . import backend, torch_compat
 from .factory import Factory, FactoryError, arguments, call, loss_of, shard
-from .passes import PassConfig, Result, Traffic, bounds, copy_graph, evaluate
+from .passes import PassConfig, PassContext, Result, Traffic, bounds, copy_graph, evaluate, run_parts
 from .passes.machine import cost_model
 
 OPTIMIZER = "optimizer state"  # a category of memory, beside those of ``passes.memory``
+PARTS = ("forward", "backward")
 OPTIMIZER_STATES = 2  # tensors that Adam keeps for each parameter, of its size and dtype
 
 
@@ -92,14 +93,39 @@ def make_plan(
         ValueError: the ranks do not divide into the replicas, or there is no such hardware profile.
         torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError: the model does not compile into one graph.
     """
-    config = replace(config or PassConfig(), hardware=(config and config.hardware) or "h100")
-    with model_without_data(factory, world_size, config, replicas, **how) as (model, batch, sharding):
+    (plan,) = make_plans(factory, world_size, [config or PassConfig()], replicas, **how)
+    return plan
+
+
+def make_plans(
+    factory: Factory, world_size: int, configs: Sequence[PassConfig], replicas: int = 1, **how: Any
+) -> list[Plan]:
+    """Plan a step for each of ``configs``, which may differ in what passes do after partitioning; traces once.
+
+    Other arguments and errors are those of ``make_plan``.
+    """
+    first, *others = (replace(config, hardware=config.hardware or "h100") for config in configs)
+    with model_without_data(factory, world_size, first, replicas, **how) as (model, batch, sharding):
         stages = _trace(model, batch)
-        before, after = ([stages[f"{part} {when}"] for part in ("forward", "backward")] for when in ("before", "after"))
-        costs = cost_model(after, config.hardware)
-    traffic = Traffic.of(after[0]), Traffic.of(after[1])
-    result = evaluate(after, costs, bounds(before, costs))
-    return Plan(world_size, replicas, sharding, result, _optimizer_bytes(model), traffic)
+        made = [_plan(stages, first), *(_plan(_passed(stages, config), config) for config in others)]
+    optimizer_bytes = _optimizer_bytes(model)
+    return [Plan(world_size, replicas, sharding, result, optimizer_bytes, traffic) for result, traffic in made]
+
+
+def _passed(stages: dict[str, Graph], config: PassConfig) -> dict[str, Graph]:
+    """What the passes make of a traced step by another configuration."""
+    found: dict[str, Graph] = {}
+    forward, backward = (copy_graph(stages[f"{part} before"]) for part in PARTS)
+    context = PassContext(config, lambda stage, graph: found.update({stage: copy_graph(graph)}))
+    run_parts(forward, backward, context)
+    return found
+
+
+def _plan(stages: dict[str, Graph], config: PassConfig) -> tuple[Result, tuple[Traffic, Traffic]]:
+    before, after = ([stages[f"{part} {when}"] for part in PARTS] for when in ("before", "after"))
+    costs = cost_model(after, config.hardware)
+    forward, backward = map(Traffic.of, after)
+    return evaluate(after, costs, bounds(before, costs)), (forward, backward)
 
 
 @contextmanager

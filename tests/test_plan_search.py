@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from test_planning import command, net
 
+from fsdp_compile import planning
 from fsdp_compile.passes import PassConfig
 from fsdp_compile.plan_search import SAME, Found, Setting, as_advice, plans, ranked, settings
 
@@ -34,6 +36,22 @@ def test_settings_do_what_they_say(found: list[Found]) -> None:
     assert by_setting[MODULE].replicas == 1 and by_setting[Setting(None, "module", 2)].replicas == 2
     shards = [by_setting[Setting(None, "module", replicas)].optimizer_bytes for replicas in (1, 2)]
     assert shards[1] == 2 * shards[0]
+
+
+def test_one_trace_for_all_buckets(found: list[Found], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each plan is the one that a trace of its own gives."""
+    traced: list[None] = []
+    trace = planning._trace
+    monkeypatch.setattr(planning, "_trace", lambda *args: traced.append(None) or trace(*args))
+    again = dict(plans(net, 16, PassConfig(hardware="h100"), [MODULE, KEPT, replace(MODULE, bucket="auto")]))
+    assert len(traced) == 2
+    for setting, shared in again.items():
+        config = PassConfig(bucket=setting.bucket, hardware="h100")
+        alone = planning.make_plan(net, 16, config, reshard_after_forward=setting.reshard)
+        for plan in (shared, dict(found)[setting]):
+            assert (plan.traffic, plan.peak, plan.least_peak) == (alone.traffic, alone.peak, alone.least_peak)
+            assert plan.result.timeline.seconds == alone.result.timeline.seconds
+            assert plan.result.bounds == alone.result.bounds
 
 
 def test_the_fastest_first_and_the_smaller_of_equals(found: list[Found]) -> None:
