@@ -127,7 +127,7 @@ def explain(model: nn.Module) -> Explanation:
     paths = _paths(model)
     names = [state.name for state in states]
     if len(set(names)) < len(names):  # several roots, or modules without parameters
-        names = [paths[state.modules[0]] for state in states]
+        names = [next(paths[module] for module in state.modules if module in paths) for state in states]
     runs = [state.last_run for state in states]
     served: dict[int, list[str]] = {}
     for name, run in zip(names, runs, strict=True):

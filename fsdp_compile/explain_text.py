@@ -1,7 +1,7 @@
 """An explanation as text, for people: tables in which lines that differ in a number alone are folded into one.
 
-blocks.0               416.00 MiB  at the start  ...
-blocks.1 … blocks.31   416.00 MiB  in blocks.0 … ...
+blocks.0               416 MiB  at the start  ...
+blocks.1 … blocks.31   416 MiB  in blocks.0 … ...
 """
 
 from __future__ import annotations
@@ -187,6 +187,7 @@ class Fold:
 
 
 def _fold(rows: Sequence[Row], folds: bool = True) -> list[Fold]:
+    """In the order of the first line of each; what is too few to be folded stays as it is."""
     found: list[Fold] = []
     for row in rows:
         fold = next((each for each in found if each.takes(row)), None) if folds else None
@@ -194,9 +195,13 @@ def _fold(rows: Sequence[Row], folds: bool = True) -> list[Fold]:
             found.append(Fold([row]))
         else:
             fold.rows.append(row)
-    kept = [Fold([row]) if len(fold.rows) < FOLDED else fold for fold in found for row in fold.rows]
-    once = {id(fold): fold for fold in kept}
-    return list(once.values())
+    kept = [part for fold in found for part in ([fold] if len(fold.rows) >= FOLDED else map(_alone, fold.rows))]
+    place = {id(row): position for position, row in enumerate(rows)}
+    return sorted(kept, key=lambda fold: place[id(fold.first)])
+
+
+def _alone(row: Row) -> Fold:
+    return Fold([row])
 
 
 def _folded_names(names: Iterable[str]) -> list[str]:

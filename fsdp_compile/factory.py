@@ -26,6 +26,9 @@ MakeBatch = Callable[[int, int, int], Any]
 Factory = Callable[[], tuple[nn.Module, MakeBatch]]
 
 
+BY_FACTORY = "by the factory"  # what ``shard`` says of a model that is sharded already
+
+
 class FactoryError(ValueError):
     """The factory, or what it returned, does not keep to the protocol; the message says how, in one line."""
 
@@ -42,10 +45,17 @@ def shard(model: nn.Module, **how: Any) -> str:
         What was done, in words.
 
     Raises:
-        FactoryError: the model cannot be called.
+        FactoryError: the model cannot be called, or ``fully_shard`` refuses it.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return "by the factory"
+        return BY_FACTORY
+    try:
+        return _shard(model, **how)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise FactoryError(" ".join(str(error).split())) from error
+
+
+def _shard(model: nn.Module, **how: Any) -> str:
     lists: list[str] = []
     for name, module in reversed(list(model.named_modules())):  # so that inner lists come first
         if isinstance(module, nn.ModuleList):

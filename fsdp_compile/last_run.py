@@ -135,7 +135,7 @@ def code_of(cls: type) -> list[tuple[str, range]]:
 
 def is_of_torch(file: str) -> bool:
     """Whether torch's code is in this file."""
-    return file.startswith(os.path.dirname(torch.__file__))
+    return file.startswith(os.path.dirname(torch.__file__) + os.sep)  # not torchvision
 
 
 def is_ours(file: str) -> bool:
@@ -153,7 +153,7 @@ def _text(known: GraphBreak) -> str:
 
 
 def _is_called_by_compiled() -> bool:
-    return any(frame.f_code.co_name == "compile_wrapper" for frame in _stack())  # what `torch.compile` returns
+    return any(frame.f_code.co_name == torch_compat.COMPILED_FRAME for frame in _stack())
 
 
 def _stack() -> Iterator[FrameType]:

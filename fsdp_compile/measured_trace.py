@@ -19,6 +19,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -111,7 +112,7 @@ def read_entries(path: Path) -> tuple[Entry, list[Entry]]:
     try:
         data = path.read_bytes()
         read = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise TraceError(f"cannot read {path}: {reason}") from error
     entries = read.get("traceEvents") if isinstance(read, dict) else None
@@ -133,7 +134,7 @@ class Trace:
         self.entries = [entry for entry in entries if entry.get("cat") != NAMED]
         try:
             bars = [_bar(entry) for entry in self.entries if entry.get("ph") == "X"]
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise TraceError(f"{path} is no trace: a bar in it is not complete ({error!r})") from error
         self.bars = sorted(bars, key=lambda bar: (bar.begin, -bar.end))  # what encloses others comes first
         on_device = [bar for bar in self.bars if bar.category == "kernel"]
@@ -143,7 +144,8 @@ class Trace:
     @property
     def world_size(self) -> int | None:
         """Ranks that ran; ``None`` if the trace does not say."""
-        world = self.file.get("distributedInfo", {}).get("world_size")
+        said = self.file.get("distributedInfo")
+        world = said.get("world_size") if isinstance(said, dict) else None
         return world if isinstance(world, int) else None
 
     @cached_property
@@ -267,7 +269,10 @@ def _may_be(launch: Bar, title: str) -> bool:
 def _kind(name: str) -> str:
     """Of a collective, by the name of its operator or of a transport's bar; else the name."""
     name = name.lower().replace("_", "")
-    known = ("reducescatter", "reduce_scatter"), ("gather", "all_gather"), ("allreduce", "all_reduce")
+    known = [
+        *(("reducescatter", "reduce_scatter"), ("gather", "all_gather")),
+        *(("allreduce", "all_reduce"), ("alltoall", "all_to_all")),
+    ]
     return next((kind for part, kind in known if part in name), name.rpartition(":")[2])
 
 

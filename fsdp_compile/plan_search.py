@@ -29,7 +29,7 @@ class Setting:
     """
 
     reshard: bool | int | None
-    bucket: str
+    bucket: str | int
     replicas: int
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ def _why(best: Found, next_best: Found, memory: int | None) -> str:
     if memory is not None and behind.peak > memory:
         return f"take {setting}: nothing else fits"
     slower = behind.result.timeline.seconds / plan.result.timeline.seconds - 1
-    if slower > SAME:
+    if slower > SAME or behind.peak < plan.peak:
         exposed = (behind.result.timeline.exposed_seconds - plan.result.timeline.exposed_seconds) * 1e3
         return f"take {setting}: {other} takes {slower:.1%} longer, with {exposed:+,.1f} ms exposed"
     return f"take {setting}: {other} is as fast, and takes {readable_size(behind.peak - plan.peak)} more"

@@ -4,9 +4,9 @@
                                                                               │               │
     world size ─ fake process group                             hardware ─ bounds        simulation
 
-Nothing is allocated and nothing is sent: the process is rank 0 of ranks that do not exist, and tensors have no data, so
-a model of any size fits anywhere. What is planned is what ``torch.compile`` does on such ranks: the same passes run on
-equal graphs.
+Nothing but a batch is allocated and nothing is sent: the process is rank 0 of ranks that do not exist, and tensors have
+no data, so a model of any size fits anywhere. What is planned is what ``torch.compile`` does on such ranks: the same
+passes run on equal graphs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Graph
 
 from . import backend, torch_compat
-from .factory import Factory, FactoryError, arguments, call, loss_of, shard
+from .factory import BY_FACTORY, Factory, FactoryError, arguments, call, loss_of, shard
 from .passes import PassConfig, PassContext, Result, Traffic, bounds, copy_graph, evaluate, run_parts
 from .passes.machine import cost_model
 
@@ -82,7 +82,7 @@ def make_plan(
 
     Args:
         factory: as ``factory`` describes it. It is called with ``meta`` as default device, so what it makes without
-            naming a device takes no memory.
+            naming a device takes no memory. What this process has compiled before is forgotten.
         config: of the passes; its ``hardware`` says what is simulated, by default an H100.
         replicas: hold the same shards (HSDP); divides ``world_size``.
         how: further arguments of ``fully_shard``, for a model that the factory has not sharded.
@@ -147,6 +147,8 @@ def model_without_data(
         with torch.device("meta"):
             model, make_batch = call(factory)
         sharding = shard(model, **how)
+        if sharding == BY_FACTORY and (replicas > 1 or how.get("reshard_after_forward") is not None):
+            raise FactoryError("the factory has sharded its model: its mesh, and what it reshards, are its own choice")
         torch.compiler.reset()
         try:
             yield model, make_batch(1, 0, world_size), sharding

@@ -449,6 +449,8 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return timeout
 
 
+COMPILED_FRAME = "compile_wrapper"  # name of the function that torch.compile returns, as it is on the stack
+
 # What fullgraph=True raises where a model cannot be in one graph; there are no public names.
 NOT_ONE_GRAPH = (Unsupported, UserError)
 

@@ -102,7 +102,7 @@ def read_simulated(path: Path, ranks: int | None) -> Simulated:
         TraceError: the file is no trace by ``fsdp-compile plan``, or has no such number of ranks.
     """
     _, entries = read_entries(path)
-    worlds = {entry["pid"]: entry["args"]["ranks"] for entry in entries if "ranks" in entry.get("args", {})}
+    worlds = {entry.get("pid"): entry["args"]["ranks"] for entry in entries if "ranks" in (entry.get("args") or {})}
     if not worlds:
         raise TraceError(f"{path} is no trace that fsdp-compile plan --trace wrote: it says of no number of ranks")
     if ranks is None and len(worlds) == 1:
@@ -115,10 +115,11 @@ def read_simulated(path: Path, ranks: int | None) -> Simulated:
         raise TraceError(f"{path} is for {known} ranks, but the measured trace is of {ranks or 'unknown'} ranks")
     try:
         bars = [entry for entry in entries if entry.get("ph") == "X" and entry["pid"] == chosen[0]]
-        launched = sorted((entry for entry in bars if "phase" in entry.get("args", {})), key=lambda entry: entry["ts"])
+        collectives = [entry for entry in bars if "phase" in (entry.get("args") or {})]
+        launched = sorted(collectives, key=lambda entry: entry["ts"])
         end = max(entry["ts"] + entry["dur"] for entry in bars)
         return Simulated(end * MICRO, [_predicted(entry) for entry in launched])
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise TraceError(f"{path} is no trace: a bar in it is not complete ({error!r})") from error
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -272,10 +273,13 @@ def kind_of(start: Node) -> str:
     return known_kind(start) or target.__name__.split(".")[0]
 
 
+MARKS = re.compile(r"[;\n]")
+
+
 def title_of(start: Node) -> str:
-    """Kind and module, for people."""
+    """Kind and module, for people, in one line; marks list titles, which semicolons part."""
     tag = tag_of(start)
-    return f"{kind_of(start)} [{tag.name or 'root'}]" if tag else kind_of(start)
+    return f"{kind_of(start)} [{MARKS.sub('_', tag.name) or 'root'}]" if tag else kind_of(start)
 
 
 def planned_of(start: Node) -> tuple[str, str]:

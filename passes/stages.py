@@ -41,7 +41,7 @@ def run_stage(
     after = effect_of(parts, context.config)
     reports = [replace(report, step_before=before, step_after=after) for report in reports]
     context.reports.extend(reports)
-    record_stage(f"{'_'.join(parts)}_{number}_{reports[0].name}", parts, reports, context.config)
+    record_stage(f"{'_'.join(parts)}_{number}_{name}", parts, reports, context.config)
     return reports
 
 

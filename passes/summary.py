@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -158,7 +159,7 @@ def _groups(graphs: Iterable[Graph]) -> tuple[Group, ...]:
             names[tag.group] = tag.name or ROOT
         for group, name in tag.parameters:
             # An extension may gather several tensors of one parameter, which are numbered.
-            params.setdefault(group, {}).setdefault(name.split(":")[0])
+            params.setdefault(group, {}).setdefault(re.sub(r":\d+$", "", name))
     return tuple(Group(names.get(group, ""), tuple(members)) for group, members in params.items())
 
 

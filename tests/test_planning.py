@@ -13,7 +13,7 @@ import torch.nn as nn
 from fake_world import fake_world, graphs_of
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compile import backend, fully_shard, torch_compat
+from fsdp_compile import backend, cli, fully_shard, torch_compat
 from fsdp_compile.factory import FactoryError, MakeBatch, language_model
 from fsdp_compile.passes import PassConfig, Traffic, readable_size
 from fsdp_compile.plan_table import as_table, shortfall
@@ -98,6 +98,12 @@ def test_a_factory_that_shards() -> None:
     assert plan.sharding == "by the factory" and plan.traffic[0].gathers == 1
 
 
+@pytest.mark.parametrize("how", [{"replicas": 2}, {"reshard_after_forward": True}], ids=["replicas", "reshard"])
+def test_what_the_factory_has_chosen_is_not_chosen_again(how: dict[str, Any]) -> None:
+    with pytest.raises(FactoryError, match="the factory has sharded its model"):
+        make_plan(lambda: (fully_shard(Net(), mesh=init_device_mesh("cpu", (4,))), batch), 4, **how)
+
+
 def test_the_configuration_stays() -> None:
     before = backend.configuration()
     make_plan(net, 2, PassConfig(bucket="auto", hardware="a100"))
@@ -159,6 +165,12 @@ def test_the_command() -> None:
     assert out.splitlines()[-1].startswith("  would fit: --world-size ")
 
 
+def test_a_size_of_buckets_that_does_not_fit() -> None:
+    """What would fit is looked for with the same buckets, if these are a number too."""
+    code, out, err = command("debug", "--seq", "64", "--bucket", "100000", "--memory", "1KiB", "--reshard", "1")
+    assert code == 1 and not err and out.splitlines()[-1].startswith("  nothing tried fits")
+
+
 def test_meshes_side_by_side() -> None:
     code, out, err = command("debug", "--seq", "64", "--mesh", "1x8,2x4")
     rows = {line[:30].strip(): line[30:].split() for line in out.splitlines()}
@@ -187,13 +199,25 @@ def test_a_graph_break_is_named(tmp_path: Path) -> None:
         (["debug", "--mesh", "8"], "argument --mesh: must be replicas and shards like 4x8, not '8'"),
         (["debug", "--mesh", "2x1"], "2 ranks do not divide into 2 replicas of two shards or more"),
         (["debug", "--mesh", "2x4", "--world-size", "8"], "--mesh says how many ranks and replicas there are"),
+        (["debug", "--memory", ""], "expected a size like 80GiB or 25MB, not ''"),
+        (["debug", "--html", "."], "cannot write to ."),
+        (["debug", "--html", "a", "--trace", "a"], "--trace and --html cannot both be written to a"),
+        (["debug", "--reshard", "3"], "reshard_after_forward=3 should divide the number of shard ranks, 8"),
         (["debugg"], "unknown model 'debugg'; known are debug, "),
         (["debug", "--hardware", "h1000"], "unknown hardware profile 'h1000'; known are a100, "),
         (["debug", "--world-size", "8,x"], "argument --world-size: must be a whole number, not 'x'"),
         (["debug", "--memory", "80 cats"], "expected a size like 80GiB or 25MB, not '80 cats'"),
     ],
-    ids=["shape", "no shards", "both", "model", "hardware", "ranks", "memory"],
+    ids=[
+        *("shape", "no shards", "both", "no memory", "directory", "one file", "reshard"),
+        *("model", "hardware", "ranks", "memory"),
+    ],
 )
-def test_bad_arguments(arguments: list[str], says: str) -> None:
-    code, out, err = command(*arguments)
-    assert code == 2 and not out and err.startswith(f"fsdp-compile: error: {says}")
+def test_bad_arguments(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fsdp-compile", "plan", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert exit_.value.code == 2 and not out and err.startswith(f"fsdp-compile: error: {says}")

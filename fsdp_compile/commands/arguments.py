@@ -46,7 +46,10 @@ def not_negative(text: str) -> float:
 
 def reshard(text: str) -> bool | int:
     named = {"true": True, "false": False}
-    return named[text.lower()] if text.lower() in named else at_least(1)(text)
+    if text.lower() in named:
+        return named[text.lower()]
+    ranks = at_least(1)(text)
+    return False if ranks == 1 else ranks  # to one rank: not at all
 
 
 def mesh_shapes(text: str) -> list[tuple[int, int]]:
@@ -55,6 +58,18 @@ def mesh_shapes(text: str) -> list[tuple[int, int]]:
     if any(len(shape) != 2 for shape in shapes):
         raise argparse.ArgumentTypeError(f"must be replicas and shards like 4x8, not {text!r}")
     return shapes  # type: ignore[return-value]
+
+
+def check_writable(path: Path) -> None:
+    """Find whether a file can be written, before there is anything to write.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+        raise UsageError(f"cannot write to {path}")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"cannot write to directory {path.parent}")
 
 
 def load_factory(spec: str) -> Factory:

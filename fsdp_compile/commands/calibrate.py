@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..calibrate import MIB, calibrate
 from ..local_ranks import UsageError
 from ..passes.profile_files import is_file_name
-from .arguments import at_least
+from .arguments import at_least, check_writable
 from .on_ranks import on_ranks
 
 
@@ -41,8 +41,7 @@ def check(args: argparse.Namespace) -> None:
     """
     if not is_file_name(args.file.name):
         raise UsageError(f"a hardware profile is a .toml or a .json file, not {args.file.name!r}")
-    if not os.access(args.file.parent, os.W_OK):
-        raise UsageError(f"cannot write to directory {args.file.parent}")
+    check_writable(args.file)
     if os.environ.get("WORLD_SIZE") == "1":
         raise UsageError("calibrate measures collectives and needs 2 ranks or more; torchrun started 1")
 

@@ -43,5 +43,6 @@ def start(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([step.as_json() for step in steps], indent=1), flush=True)
     else:
-        print(heading(args), *map(str, steps), sep="\n\n", flush=True)
+        head = f"{heading(args, steps[0].sharding)}, buckets: {args.bucket}"
+        print(head, *map(str, steps), sep="\n\n", flush=True)
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from ..planning import make_plan
 from ..report import write_report
 from ..trace_file import write_trace
 from . import without_ranks
+from .arguments import check_writable
 from .without_ranks import each_world, factory_of, heading, one_graph, policy_of
 
 
@@ -47,15 +47,17 @@ def check(args: argparse.Namespace) -> None:
         UsageError: as ``without_ranks.check``; no such size; a file that cannot be written; what excludes each other.
     """
     try:
-        args.memory = args.memory and parse_bytes(args.memory)
+        args.memory = None if args.memory is None else parse_bytes(args.memory)
     except ValueError as error:
         raise UsageError(str(error)) from None
     chosen = args.mesh or args.replicas > 1 or args.reshard is not None or args.bucket != "module"
     if args.search and (args.trace or chosen):
         raise UsageError("--search chooses --bucket, --reshard and replicas itself, and writes no --trace")
-    for file in (args.trace, args.html):
-        if file is not None and not os.access(file.parent, os.W_OK):
-            raise UsageError(f"cannot write to directory {file.parent}")
+    files = [file for file in (args.trace, args.html) if file is not None]
+    if len(set(files)) < len(files):
+        raise UsageError(f"--trace and --html cannot both be written to {files[0]}")
+    for file in files:
+        check_writable(file)
     without_ranks.check(args)
 
 
@@ -89,7 +91,7 @@ def _plan(args: argparse.Namespace) -> int:
         make_plan(factory, ranks, args.config, replicas, mp_policy=policy, reshard_after_forward=args.reshard)
         for ranks, replicas in each_world(args, "planning")
     ]
-    print(heading(args))
+    print(f"{heading(args, plans[0].sharding)}, buckets: {args.bucket}")
     print(as_table(plans), end="", flush=True)
     if args.trace is not None:
         write_trace(plans, args.trace)
@@ -104,4 +106,4 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _write_report(args: argparse.Namespace, found: list[Found]) -> None:
     if args.html is not None:
-        write_report(found, args.html, f"{args.factory} on {args.hardware}, {args.dtype}", args.memory)
+        write_report(found, args.html, heading(args, found[0][1].sharding), args.memory)

@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from .. import torch_compat
-from ..factory import Factory, language_model
+from ..factory import BY_FACTORY, Factory, language_model
 from ..local_ranks import UsageError
 from ..models import SIZES
 from ..passes import PassConfig
@@ -43,9 +43,9 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         UsageError: an unknown model, hardware or choice, or ranks that do not divide into the replicas.
     """
-    bucket = int(args.bucket) if args.bucket.isdecimal() else args.bucket
+    args.bucket = int(args.bucket) if args.bucket.isdecimal() else args.bucket
     try:
-        args.config = PassConfig(bucket=bucket, regather=args.regather, hardware=args.hardware)
+        args.config = PassConfig(bucket=args.bucket, regather=args.regather, hardware=args.hardware)
         if ":" not in args.factory:
             language_model(args.factory, args.batch, args.seq)
     except ValueError as error:
@@ -76,9 +76,10 @@ def policy_of(args: argparse.Namespace) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32)
 
 
-def heading(args: argparse.Namespace) -> str:
-    """What was traced, for what."""
-    return f"{args.factory} on {args.hardware}, {args.dtype}, buckets: {args.bucket}"
+def heading(args: argparse.Namespace, sharding: str) -> str:
+    """What was traced, for what; a factory that shards its model chooses the dtype too."""
+    dtype = "" if sharding == BY_FACTORY else f", {args.dtype}"
+    return f"{args.factory} on {args.hardware}{dtype}"
 
 
 def each_world(args: argparse.Namespace, doing: str) -> Iterator[tuple[int, int]]:
