@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import astuple
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch._inductor.utils import fresh_cache
 
 from fsdp_compile import Explanation, MixedPrecisionPolicy, backend, compiled_graphs, explain, fully_shard
 from fsdp_compile.explain import ALL_CACHES_OFF, GraphRun, ModuleRun
+from fsdp_compile.last_run import is_of_torch
 from fsdp_compile.passes import Traffic, evaluate
 from fsdp_compile.passes.graph_view import gathers, reductions, whole_bytes
 from fsdp_compile.passes.machine import cost_model
@@ -246,6 +248,18 @@ class Branches(nn.Module):
         return self.left(x) + self.right(x)
 
 
+def test_a_part_of_what_was_sharded_together() -> None:
+    some, others = ([nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)] for _ in range(2))
+    fully_shard(some), fully_shard(others)
+    assert [run.name for run in explain(nn.ModuleList([some[1], others[1]])).modules] == ["0", "1"]
+
+
+def test_packages_whose_names_begin_like_torch_are_not_torch() -> None:
+    packages = Path(torch.__file__).parent.parent
+    assert is_of_torch(str(packages / "torch" / "nn" / "functional.py"))
+    assert not is_of_torch(str(packages / "torchvision" / "models" / "resnet.py"))
+
+
 @pytest.mark.parametrize("compiles", [True, False], ids=["compiled", "eager"])
 def test_modules_of_several_roots_are_told_apart(compiles: bool) -> None:
     model = Branches()
@@ -297,6 +311,7 @@ def folded(*names: str, why: str = "") -> list[str]:
         (["", "a.0", "a.1", "a.2"], ["(root)", "a.0 … a.2"]),
         (["a.3", "a.2", "a.1"], ["a.3 … a.1"]),
         (["a.0", "a.1"], ["a.0", "a.1"]),
+        (["a.0", "b.0", "a.1", "b.1"], ["a.0", "b.0", "a.1", "b.1"]),
         (["a.0", "a.1", "a.3", "a.4", "a.5"], ["a.0", "a.1", "a.3 … a.5"]),
         (["a.0", "b.0", "a.1", "b.1", "a.2", "b.2"], ["a.0 … a.2", "b.0 … b.2"]),
         (["a.0.b.0", "a.0.b.1", "a.0.b.2", "a.1.b.0"], ["a.0.b.0 … a.0.b.2", "a.1.b.0"]),

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fsdp_compile import name_groups
 from fsdp_compile.factory import MakeBatch, loss_of, shard
-from fsdp_compile.measured_trace import Step, Trace, TraceError, steps
+from fsdp_compile.measured_trace import Step, Trace, TraceError, _kind, steps
 from fsdp_compile.passes import PassContext, announce
 from fsdp_compile.passes.announce import ANNOUNCE
 from fsdp_compile.passes.torch_compat import profiler_range
@@ -230,10 +230,32 @@ def test_compressed(tmp_path: Path) -> None:
     assert b'"all_gather [a]"' in gzip.decompress(path.read_bytes())
 
 
+def test_a_damaged_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    whole = bytearray(gzip.compress(b'{"traceEvents": []}' * 50))
+    whole[12:20] = b"\xff" * 8
+    path.write_bytes(whole)
+    with pytest.raises(TraceError, match="cannot read"):
+        Trace(path)
+
+
+def test_kinds_of_operators() -> None:
+    names = ["_c10d_functional::all_gather_into_tensor", "fsdp_passes::gather", "gloo:all_gather", "c10d::allreduce_"]
+    names += ["_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_to_all_single", "c10d::broadcast_"]
+    assert [_kind(name) for name in names] == [
+        *("all_gather", "all_gather", "all_gather", "all_reduce"),
+        *("reduce_scatter", "all_to_all", "broadcast"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
         ("{", "cannot read"),
+        (
+            '{"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "pid": 1, "tid": 1, "dur": 1, "args": 3}]}',
+            "not complete",
+        ),
         ("[]", "has no list of traceEvents"),
         ('{"traceEvents": [3]}', "has no list of traceEvents"),
         ('{"traceEvents": [{"ph": "X", "name": "a"}]}', "a bar in it is not complete"),
