@@ -29,7 +29,7 @@ from torch.fx import Graph, GraphModule
 from . import (
     compiled_graphs,
     passes,
-    rank_agreement,  # noqa: F401  # listens to what graphs launch
+    rank_agreement,
     torch_compat,
 )
 from .inductor_order import FxOrder, pinned_after
@@ -256,5 +256,6 @@ def fsdp(module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[
         return backend(module, inputs)
 
 
+passes.listen(rank_agreement.agree)
 torch_compat.register_backend("fsdp_eager", fsdp_eager)
 torch_compat.register_backend("fsdp", fsdp)

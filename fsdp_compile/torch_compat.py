@@ -445,8 +445,8 @@ def process_group(name: str) -> dist.ProcessGroup:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long collectives of the group may take; its options have no public reader."""
-    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout  # type: ignore[attr-defined]
-    return timeout
+    backends = [group._get_backend(device) for device in group._device_types]
+    return max(backend.options._timeout for backend in backends)  # type: ignore[attr-defined]
 
 
 COMPILED_FRAME = "compile_wrapper"  # name of the function that torch.compile returns, as it is on the stack

@@ -36,20 +36,19 @@ ANNOUNCE = torch.ops.fsdp_passes.announce.default
 torch.fx.node.has_side_effect(ANNOUNCE)  # so that it is not taken for dead
 
 
-Listener = Callable[[str, str], None]
+Listener = Callable[[dict[str, str]], None]
 _listeners: list[Listener] = []
 
 
 def listen(listener: Listener) -> None:
-    """Have a graph, whenever it runs, tell ``listener`` for each process group its name and what is to be launched."""
+    """Have a graph, whenever it runs, tell ``listener`` what is to be launched, by name of the process group."""
     _listeners.append(listener)
 
 
 @torch.library.impl(_library, "announce", "CompositeExplicitAutograd")
 def _announce(sent: list[torch.Tensor], text: str, groups: list[str], skeletons: list[str]) -> None:
-    for group, skeleton in zip(groups, skeletons, strict=True):
-        for listener in _listeners:
-            listener(group, skeleton)
+    for listener in _listeners:
+        listener(dict(zip(groups, skeletons, strict=True)))
     with profiler_range(text):
         pass
 
@@ -116,4 +115,6 @@ def _line(start: Node) -> str:
     sent = Collective(tag, start)
     members = hashlib.sha256("\n".join(tag.params).encode()).hexdigest()[:8]
     dtypes = "+".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(sent.dtypes))
-    return f"{title_of(start)} {dtypes}, {sent.input_bytes} B of {len(tag.params)} parameters ({members})"
+    how = " ".join(str(each) for each in sent.how if isinstance(each, str) and each != process_group_of(start))
+    size = f"{sent.input_bytes} B of {len(tag.params)} parameters ({members})"
+    return " ".join(filter(None, [title_of(start), how, f"{dtypes},", size]))

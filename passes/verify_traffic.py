@@ -137,7 +137,7 @@ def _sends_the_same(before: Moved, after: Moved) -> Iterator[Fault]:
 
 def frees_the_same(before: Moved, after: Moved) -> Iterator[Fault]:
     """No free is lost or made."""
-    for parameter in before.frees.keys() | after.frees.keys():
+    for parameter in dict.fromkeys([*before.frees, *after.frees]):
         old, new = before.frees.get(parameter, []), after.frees.get(parameter, [])
         if len(old) != len(new):
             yield Fault((old or new)[-1], f"{len(old)} frees of {parameter[1]}, as before", f"{len(new)}")
@@ -186,7 +186,7 @@ def same_launches(orders: Sequence[Mapping[str, Graph]]) -> Iterator[Fault]:
     first, *others = ([_launched(graph) for graph in graphs.values()] for graphs in orders)
     for rank, other in enumerate(others, start=1):
         for ours, theirs in zip(first, other, strict=True):
-            for process_group in ours.keys() | theirs.keys():
+            for process_group in dict.fromkeys([*ours, *theirs]):
                 yield from _differ(ours[process_group], theirs[process_group], rank)
 
 

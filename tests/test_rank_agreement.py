@@ -14,13 +14,13 @@ import torch.nn as nn
 from emitted_code import emitted
 from fake_world import fake_world, graphs_of
 from ranks import Ranks
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile import backend, fully_shard, rank_agreement
 from fsdp_compile.passes import PassContext, announce
 from fsdp_compile.passes.announce import ANNOUNCE
 
 WIDTH = 8
+LAUNCH = "all_gather [root] float32, 4 B"
 
 
 class Blocks(nn.Module):
@@ -35,11 +35,11 @@ class Blocks(nn.Module):
         return x
 
 
-def sharded(count: int = 2, mesh: DeviceMesh | None = None) -> nn.Module:
+def sharded(count: int = 2) -> nn.Module:
     model = Blocks(count)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(block)
+    return fully_shard(model)
 
 
 def steps(model: nn.Module, sizes: list[int]) -> list[float]:
@@ -110,12 +110,12 @@ def test_what_agrees_runs_after_an_error(ranks2: Ranks) -> None:
 
 def own_sizes() -> tuple[list[float], int]:
     """One rank compiles more often than the other."""
-    compared: list[int] = []
+    compared: list[str] = []
     compare = rank_agreement._compare
 
-    def count(group: dist.ProcessGroup, number: int, skeleton: str) -> None:
-        compared.append(number)
-        compare(group, number, skeleton)
+    def count(group: dist.ProcessGroup, history: str, skeleton: str) -> str:
+        compared.append(skeleton)
+        return compare(group, history, skeleton)
 
     rank_agreement._compare = count
     try:
@@ -137,7 +137,7 @@ def alone() -> tuple[str, float]:
     if dist.get_rank():
         return "", 0.0
     try:
-        rank_agreement.agree(group.group_name, "all_gather [root] float32, 4 B")
+        rank_agreement.agree({group.group_name: LAUNCH})
     except RuntimeError as error:
         return str(error), time.monotonic() - began
     return "", 0.0
@@ -146,8 +146,56 @@ def alone() -> tuple[str, float]:
 def test_a_rank_that_does_not_come_is_named(ranks2: Ranks) -> None:
     (text, seconds), _ = ranks2.run(alone)
     assert text.startswith("Rank 0 is about to run a graph that is new to it, and rank 1 of process group ")
-    assert "did not come to it within 0:00:02" in text and text.endswith("all_gather [root] float32, 4 B")
+    assert "did not come to it within 0:00:02" in text and text.endswith(LAUNCH)
     assert 1.5 < seconds < 20
+
+
+def said_in(group: dist.ProcessGroup, *skeletons: str) -> str:
+    """What comes of running graphs with these launches."""
+    try:
+        for skeleton in skeletons:
+            rank_agreement.agree({group.group_name: skeleton})
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def late() -> str:
+    """One rank comes when the time of the other is up."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    if dist.get_rank():
+        time.sleep(5)
+    return said_in(group, LAUNCH)
+
+
+def test_a_rank_that_comes_late_raises_the_same(ranks2: Ranks) -> None:
+    first, second = ranks2.run(late)
+    assert first == second and "did not come" in first
+
+
+def other_way() -> str:
+    """Ranks run what both know in another order, and then something new."""
+    ways = ["a", "b", "a", "b", "c"], ["a", "b", "b", "a", "c"]
+    return said_in(dist.new_group([0, 1]), *ways[dist.get_rank()])
+
+
+def test_another_order_is_seen_with_the_next_new_graph(ranks2: Ranks) -> None:
+    first, second = ranks2.run(other_way)
+    assert first == second and first.startswith("Ranks 0, 1 of process group ") and "in another order" in first
+
+
+def with_keys_of_another() -> list[str]:
+    """As in a process group made anew under the name of one before, whose keys are still in the store."""
+    group, said = dist.new_group([0, 1]), []
+    for graphs in (("a", "a"), ("b", "c"), ("d", "d")):
+        rank_agreement._pasts.clear()
+        said.append(said_in(group, graphs[dist.get_rank()]))
+    return said
+
+
+def test_old_keys_in_the_store_are_not_taken_for_new_ones(ranks2: Ranks) -> None:
+    for equal, different, again in ranks2.run(with_keys_of_another):
+        assert not equal and not again and "different collectives" in different
 
 
 def test_emitted_code_compares_before_it_launches() -> None:
