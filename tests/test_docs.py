@@ -86,6 +86,7 @@ def _run(file: str) -> None:
         runpy.run_path(file, run_name="__main__")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if lines(page)], ids=lambda page: page.stem)
 def test_shell_runs(page: Path, tmp_path: Path) -> None:
     """Each line exits with 0."""

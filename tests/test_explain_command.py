@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn as nn
+from command import command
 
 from fsdp_compile import backend
 from fsdp_compile.explain_step import explain_step
@@ -51,15 +50,8 @@ def models(tmp_path: Path) -> Path:
     return tmp_path / "models.py"
 
 
-def command(*arguments: object) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdp_compile.cli", "explain", *map(str, arguments)], capture_output=True, text=True
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
 def test_one_graph_on_several_worlds(models: Path) -> None:
-    code, out, err = command(f"{models}:whole", "--mesh", "1x2,2x4", "--dtype", "float32")
+    code, out, err = command("explain", f"{models}:whole", "--mesh", "1x2,2x4", "--dtype", "float32")
     assert code == 0 and not err
     heading, _, rest = out.partition("\n\n")
     assert heading == f"{models}:whole on h100, float32, buckets: module"
@@ -69,18 +61,18 @@ def test_one_graph_on_several_worlds(models: Path) -> None:
 
 
 def test_a_graph_break_is_named(models: Path) -> None:
-    code, out, _ = command(f"{models}:prints")
+    code, out, _ = command("explain", f"{models}:prints")
     assert code == 0
     assert f"\ngraph break in blocks.1, {models}:6: " in out
     assert "\nblocks.0  in a graph\nblocks.1  in several graphs: graph break at " in out
-    code, out, err = command(f"{models}:prints", "--no-allow-graph-breaks")
+    code, out, err = command("explain", f"{models}:prints", "--no-allow-graph-breaks")
     assert code == 2 and not out and err.endswith("models.py:6)\n")
     assert "models.py:prints does not compile into one graph: " in err
 
 
 def test_where_data_are_needed_it_stops(models: Path) -> None:
     """What was captured until then is explained."""
-    code, out, _ = command(f"{models}:asks")
+    code, out, _ = command("explain", f"{models}:asks")
     assert code == 0
     assert f"\ngraph break in blocks.1, {models}:12: " in out and "\n  captured: 1 group" in out
     assert f"\nThe step stopped at {models}:12, which needs data: " in out
@@ -88,7 +80,7 @@ def test_where_data_are_needed_it_stops(models: Path) -> None:
 
 
 def test_json(models: Path) -> None:
-    code, out, _ = command(f"{models}:whole", "--bucket", "none", "--json", "--hardware", "a100")
+    code, out, _ = command("explain", f"{models}:whole", "--bucket", "none", "--json", "--hardware", "a100")
     (step,) = json.loads(out)
     (graph,) = step["explanation"]["graphs"]
     assert code == 0 and step["world_size"] == 8 and graph["summary"]["machine"] == "a100"
@@ -108,7 +100,7 @@ def test_json(models: Path) -> None:
     ids=["model", "replicas", "of plan alone"],
 )
 def test_bad_arguments(arguments: list[str], says: str) -> None:
-    code, out, err = command(*arguments)
+    code, out, err = command("explain", *arguments)
     assert code == 2 and not out and err.startswith("fsdp-compile: error: ") and says in err
 
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from test_planning import command, net
+from command import command
+from test_planning import net
 
 from fsdp_compile import planning
 from fsdp_compile.passes import PassConfig
@@ -82,7 +83,7 @@ def test_why(found: list[Found]) -> None:
 
 
 def test_the_command() -> None:
-    code, out, err = command("debug", "--seq", "64", "--search")
+    code, out, err = command("plan", "debug", "--seq", "64", "--search")
     assert code == 0 and not err and out.startswith("8 ranks, the best first:\n") and "\ntake --bucket" in out
-    code, out, err = command("debug", "--search", "--bucket", "auto")
+    code, out, err = command("plan", "debug", "--search", "--bucket", "auto")
     assert code == 2 and "--search chooses --bucket" in err

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from command import command
 from fake_world import fake_world, graphs_of
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compile import backend, cli, fully_shard, torch_compat
+from fsdp_compile import backend, fully_shard, torch_compat
 from fsdp_compile.factory import FactoryError, MakeBatch, language_model
 from fsdp_compile.passes import PassConfig, Traffic, readable_size
 from fsdp_compile.plan_table import as_table, shortfall
@@ -150,15 +149,10 @@ def test_the_table() -> None:
     )
 
 
-def command(*arguments: str) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdp_compile.cli", "plan", *arguments], capture_output=True, text=True
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
 def test_the_command() -> None:
-    code, out, err = command("debug", "--seq", "64", "--world-size", "2,8", "--memory", "1MiB", "--reshard", "2")
+    code, out, err = command(
+        "plan", "debug", "--seq", "64", "--world-size", "2,8", "--memory", "1MiB", "--reshard", "2"
+    )
     assert code == 1 and not err, "one does not fit"
     assert out.startswith("debug on h100, bfloat16, buckets: module\nsharded: each of the 2 modules in model.blocks")
     assert out.count("do not fit") == 1 and "\n2 ranks do not fit: " in out
@@ -167,12 +161,12 @@ def test_the_command() -> None:
 
 def test_a_size_of_buckets_that_does_not_fit() -> None:
     """What would fit is looked for with the same buckets, if these are a number too."""
-    code, out, err = command("debug", "--seq", "64", "--bucket", "100000", "--memory", "1KiB", "--reshard", "1")
+    code, out, err = command("plan", "debug", "--seq", "64", "--bucket", "100000", "--memory", "1KiB", "--reshard", "1")
     assert code == 1 and not err and out.splitlines()[-1].startswith("  nothing tried fits")
 
 
 def test_meshes_side_by_side() -> None:
-    code, out, err = command("debug", "--seq", "64", "--mesh", "1x8,2x4")
+    code, out, err = command("plan", "debug", "--seq", "64", "--mesh", "1x8,2x4")
     rows = {line[:30].strip(): line[30:].split() for line in out.splitlines()}
     assert code == 0 and not err and rows["ranks"] == ["8", "8"] and rows["replicas"] == ["1", "2"]
 
@@ -188,7 +182,7 @@ factory = lambda: (Model(4, 4), lambda step, rank, world: torch.ones(2, 4))
 
 def test_a_graph_break_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(BREAKS_AT_LINE_5)
-    code, out, err = command(f"{tmp_path}/model.py:factory")
+    code, out, err = command("plan", f"{tmp_path}/model.py:factory")
     assert code == 2 and not out and len(err.splitlines()) == 1
     assert "model.py:factory does not compile into one graph: " in err and err.endswith("model.py:5)\n")
 
@@ -213,11 +207,6 @@ def test_a_graph_break_is_named(tmp_path: Path) -> None:
         *("model", "hardware", "ranks", "memory"),
     ],
 )
-def test_bad_arguments(
-    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["fsdp-compile", "plan", *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    out, err = capsys.readouterr()
-    assert exit_.value.code == 2 and not out and err.startswith(f"fsdp-compile: error: {says}")
+def test_bad_arguments(arguments: list[str], says: str) -> None:
+    code, out, err = command("plan", *arguments)
+    assert code == 2 and not out and err.startswith(f"fsdp-compile: error: {says}")
