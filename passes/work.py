@@ -41,7 +41,7 @@ def _grouped_product_flops(left: Any, right: Any, *_: Any, **__: Any) -> Size:
     return 2 * rows * inner * columns * (groups[0] if groups and also else 1)
 
 
-FLOPS: dict[Any, Any] = {**flop_registry, aten._grouped_mm: _grouped_product_flops}
+OWN_FLOPS: dict[Any, Any] = {aten._grouped_mm: _grouped_product_flops}
 
 # Read as much of their first input, a table, as they put out.
 LOOKUPS = (aten.embedding, aten.index, aten.gather, aten.index_select)
@@ -168,7 +168,8 @@ def _flops(node: Node, traced_sizes: dict[sympy.Symbol, int]) -> tuple[Size, tor
     tensors = [tensor for each in (*node.all_input_nodes, node) for tensor in tensors_of(each)]
     dtype = tensors[0].dtype if tensors else torch.float32
     packet = getattr(node.target, "overloadpacket", node.target)
-    formula = FLOPS.get(SAME_FLOPS.get(packet, packet))
+    packet = SAME_FLOPS.get(packet, packet)
+    formula = OWN_FLOPS.get(packet) or flop_registry.get(packet)  # to which others add at any time
     if formula is None:
         return 0, dtype
 
