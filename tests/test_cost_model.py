@@ -203,6 +203,14 @@ def test_attention_on_cpu_counts_like_attention() -> None:
     assert model().work(on_cpu).flops == flop_registry[aten._scaled_dot_product_flash_attention](*shapes)
 
 
+def test_formulas_that_are_registered_later_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    maker = GraphMaker()
+    double = maker.double(maker.input())
+    maker.finish(double)
+    monkeypatch.setitem(flop_registry, double.target.overloadpacket, lambda *args, **kwargs: 12345)
+    assert model().work(double).flops == 12345
+
+
 def test_grouped_products_count_like_products_of_all_rows() -> None:
     """torch's flop counter does not know them: rows of one group each, and, for gradients of weights, columns."""
     maker = GraphMaker()
