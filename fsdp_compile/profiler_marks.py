@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from . import torch_compat
 from .passes import torch_compat as passes_compat
 from .passes.announce import PREFIX, announcement
+from .passes.graph_view import title
 
 WAIT = f"{PREFIX} wait"
 
@@ -23,7 +24,7 @@ def mark_launch(kind: str, group: str, phase: str | None = None) -> None:
     """
     if passes_compat.profiler_runs():
         running = "backward" if torch_compat.in_backward() else "forward"
-        text = announcement(phase or running, [(f"{kind} [{group or 'root'}]", 1)])
+        text = announcement(phase or running, [(title(kind, group), 1)])
         with passes_compat.profiler_range(text):
             pass
 

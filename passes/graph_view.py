@@ -273,13 +273,18 @@ def kind_of(start: Node) -> str:
     return known_kind(start) or target.__name__.split(".")[0]
 
 
-MARKS = re.compile(r"[;\n]")
+MARKS = re.compile(r"[;\n]")  # part what ``announce`` lists, and so are in no title
 
 
 def title_of(start: Node) -> str:
-    """Kind and module, for people, in one line; marks list titles, which semicolons part."""
+    """Kind and module, for people."""
     tag = tag_of(start)
-    return f"{kind_of(start)} [{MARKS.sub('_', tag.name) or 'root'}]" if tag else kind_of(start)
+    return title(kind_of(start), tag.name) if tag else kind_of(start)
+
+
+def title(kind: str, name: str) -> str:
+    """Of a collective of the module of that name, empty for the root."""
+    return f"{kind} [{MARKS.sub('_', name) or 'root'}]"
 
 
 def planned_of(start: Node) -> tuple[str, str]:

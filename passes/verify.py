@@ -50,7 +50,7 @@ CHANGES = {  # how passes may change what is moved; others may not
     "accumulate": {"repeats": True},
     "dedup": {"repeats": True},
 }
-REDUCED_ONCE = ("accumulate", "bucket", "schedule", "dedup", "fuse_copies", "for_gloo")
+REDUCED_ONCE = ("accumulate", "bucket", "schedule", "dedup", "fuse_copies", "for_gloo", "announce")
 ORDERED_ANEW = ("bucket", "schedule")
 LIMITED = ("schedule", "dedup", "fuse_copies")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
 import torch.nn as nn
 from test_planning import batch, net
 
@@ -67,10 +66,12 @@ def test_what_nothing_helps() -> None:
     assert said(Setting(True, "module", 1), 10_000).startswith("  nothing tried fits: give a rank less data")
 
 
-@pytest.mark.parametrize("memory", [25_000, 40_000, 60_000, 80_000])
-def test_what_is_said_to_fit_fits(memory: int) -> None:
-    setting = Setting(False, "module", 2)
-    text = said(setting, memory)
-    if "would fit" in text:
-        ranks, other = named(text)
-        assert plan(other, ranks).peak <= memory
+def test_what_is_said_to_fit_fits() -> None:
+    setting, fitting = Setting(False, "module", 2), 0
+    for memory in (25_000, 40_000, 60_000, 80_000):
+        text = said(setting, memory)
+        if "would fit" in text:
+            ranks, other = named(text)
+            assert plan(other, ranks).peak <= memory
+            fitting += 1
+    assert fitting

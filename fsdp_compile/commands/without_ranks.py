@@ -46,13 +46,10 @@ def check(args: argparse.Namespace) -> None:
     args.bucket = int(args.bucket) if args.bucket.isdecimal() else args.bucket
     try:
         args.config = PassConfig(bucket=args.bucket, regather=args.regather, hardware=args.hardware)
-        if ":" not in args.factory:
-            language_model(args.factory, args.batch, args.seq)
+        factory_of(args)
     except ValueError as error:
         raise UsageError(str(error)) from None
     args.worlds = _worlds(args)
-    if ":" in args.factory:
-        load_factory(args.factory)
 
 
 def _worlds(args: argparse.Namespace) -> list[tuple[int, int]]:
