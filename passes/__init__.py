@@ -141,7 +141,7 @@ def run_joint(graph: Graph, context: PassContext) -> None:
     """Run the passes on a joint graph of forward and backward."""
     parts = {"joint": graph}
     show("before", parts, context)
-    run_stage(1, parts, context, lambda: [regather(graph, context)])
+    run_stage("regather", parts, context, lambda: [regather(graph, context)])
     show("after", parts, context)
 
 
@@ -151,8 +151,8 @@ def run_parts(forward: Graph, backward: Graph, context: PassContext) -> None:
     show("before", parts, context)
     if context.config.verify:
         verify("partitioning", parts)
-    run_stage(2, parts, context, lambda: [keep_slices(forward, backward, context)])
-    run_stage(3, parts, context, lambda: [accumulate(backward, context)])
+    run_stage("keep_slices", parts, context, lambda: [keep_slices(forward, backward, context)])
+    run_stage("accumulate", parts, context, lambda: [accumulate(backward, context)])
     _plan(parts, context)
 
 
@@ -160,7 +160,7 @@ def run_inference(graph: Graph, context: PassContext) -> None:
     """Run the passes on a graph that has no backward."""
     parts = {"inference": graph}
     show("before", parts, context)
-    run_stage(1, parts, context, lambda: [regather(graph, context)])
+    run_stage("regather", parts, context, lambda: [regather(graph, context)])
     _plan(parts, context)
 
 
@@ -169,12 +169,12 @@ def _plan(parts: Parts, context: PassContext) -> None:
     graphs = [*parts.values()]
     config, budget = decide(graphs, context.config)
     context = replace(context, config=config)
-    first = run_stage(4, parts, context, lambda: merge(graphs, config))
+    first = run_stage("bucket", parts, context, lambda: merge(graphs, config))
     if config.schedule:
-        run_stage(5, parts, context, lambda: order(graphs, config, budget), budget)
-    run_stage(6, parts, context, lambda: [dedup(graph, context) for graph in graphs])
-    run_stage(7, parts, context, lambda: [fuse_copies(graph, context) for graph in graphs])
+        run_stage("schedule", parts, context, lambda: order(graphs, config, budget), budget)
+    run_stage("dedup", parts, context, lambda: [dedup(graph, context) for graph in graphs])
+    run_stage("fuse_copies", parts, context, lambda: [fuse_copies(graph, context) for graph in graphs])
     show("after", parts, context)
-    run_stage(8, parts, context, lambda: [for_gloo(graph, context) for graph in graphs])
-    last = run_stage(9, parts, context, lambda: [announce(graph, context) for graph in graphs])
+    run_stage("for_gloo", parts, context, lambda: [for_gloo(graph, context) for graph in graphs])
+    last = run_stage("announce", parts, context, lambda: [announce(graph, context) for graph in graphs])
     record_step(parts, first, last, config.bucket)

@@ -17,7 +17,7 @@ PASSES = ("regather", "keep_slices", "accumulate", "bucket", "schedule", "dedup"
 
 
 def run_stage(
-    number: int,
+    name: str,
     parts: Parts,
     context: PassContext,
     run: Callable[[], list[Report]],
@@ -26,7 +26,7 @@ def run_stage(
     """Run a pass on ``parts``, verify what it has made if the configuration says so, and return its reports.
 
     Args:
-        number: of the pass in the pipeline.
+        name: of the pass.
         context: with the configuration that the pass goes by.
         run: runs the pass, and returns a report for each graph that it was given.
         default_budget: that ``schedule`` is given.
@@ -35,13 +35,12 @@ def run_stage(
         InvalidGraph: the pass has broken a rule.
     """
     before = effect_of(parts, context.config)
-    name = PASSES[number - 1]
     with verified(name, parts, context.config, default_budget) if context.config.verify else nullcontext():
         reports = run()
     after = effect_of(parts, context.config)
     reports = [replace(report, step_before=before, step_after=after) for report in reports]
     context.reports.extend(reports)
-    record_stage(f"{'_'.join(parts)}_{number}_{name}", parts, reports, context.config)
+    record_stage(f"{'_'.join(parts)}_{PASSES.index(name) + 1}_{name}", parts, reports, context.config)
     return reports
 
 
