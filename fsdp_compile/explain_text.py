@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 
 from .explain import Explanation, GraphRun
-from .passes import Report, Summary, Traffic, readable_size
+from .passes import Report, Summary, Traffic, milliseconds, readable_size
 from .passes.summary import ROOT, Group, Move, Part
+from .text_table import aligned
 
 FOLDED = 3  # lines at least
 WIDTH = 118
@@ -22,7 +23,7 @@ WIDTH = 118
 def as_text(explanation: Explanation, folds: bool) -> str:
     """The tables; with ``folds``, what is alike in one line."""
     rows = [Row((run.name or ROOT,), (str(run),)) for run in explanation.modules]
-    lines = _table([["module", "ran"], *([fold.names[0], *fold.first.fixed] for fold in _fold(rows, folds))])
+    lines = aligned([["module", "ran"], *([fold.names[0], *fold.first.fixed] for fold in _fold(rows, folds))])
     for place in explanation.breaks:
         of = ", ".join(_folded_names(place.modules))
         lines.append(f"graph break in {of}, {place.file}:{place.line}: {place.reason}")
@@ -62,18 +63,19 @@ def _summary(summary: Summary, folds: bool) -> Iterator[str]:
     for fold in _fold(rows, folds):
         size, members = fold.first.fixed
         yield from _wrapped(f"    {fold.names[0]}: {size}: ", members)
-    exposed, peak = _ms(summary.exposed), readable_size(summary.peak)
-    yield f"  simulated on {summary.machine}: {_ms(summary.seconds)}, exposed {exposed}, peak {peak}"
+    exposed, peak = milliseconds(summary.exposed), readable_size(summary.peak)
+    yield f"  simulated on {summary.machine}: {milliseconds(summary.seconds)}, exposed {exposed}, peak {peak}"
     for part in summary.parts:
         yield from _part(part, summary.groups, folds)
 
 
 def _part(part: Part, groups: Sequence[Group], folds: bool) -> Iterator[str]:
-    yield f"  {part.name}: {_traffic(part.traffic)}; {_ms(part.seconds)}, of which compute {_ms(part.compute)}"
+    took, compute = milliseconds(part.seconds), milliseconds(part.compute)
+    yield f"  {part.name}: {_traffic(part.traffic)}; {took}, of which compute {compute}"
     whole = {(group.name, group.params) for group in groups}
     for kind in dict.fromkeys(move.kind for move in part.moves):
         folded = list(_fold([_row(move) for move in part.moves if move.kind == kind], folds))
-        table = _table([[kind, "whole", "launched", "waited for", "exposed"], *map(_cells, folded)])
+        table = aligned([[kind, "whole", "launched", "waited for", "exposed"], *map(_cells, folded)])
         yield f"    {table[0]}"
         for line, fold in zip(table[1:], folded, strict=True):
             yield f"    {line}"
@@ -95,7 +97,7 @@ def _cells(fold: Fold) -> list[str]:
 def _exposed(fold: Fold) -> str:
     """The least and the most of the lines."""
     times = [row.move.exposed for row in fold.rows if row.move is not None]
-    least, most = _ms(min(times)), _ms(max(times))
+    least, most = milliseconds(min(times)), milliseconds(max(times))
     return "" if not max(times) else least if least == most else f"{least} to {most}"
 
 
@@ -118,24 +120,14 @@ def _effect(report: Report) -> str:
     steps = [f"{each.name.replace('_', ' ')} {old} -> {new}" for each, old, new in rows if old != new]
     if report.step_before is not None and report.step_after is not None:
         old, new = report.step_before, report.step_after
-        steps.append(f"exposed {old.exposed * 1e3:.3f} -> {_ms(new.exposed)}")
+        steps.append(f"exposed {old.exposed * 1e3:.3f} -> {milliseconds(new.exposed)}")
         steps.append(f"peak {readable_size(old.peak)} -> {readable_size(new.peak)}")
     return _count(report.changes, "change") + (f": {', '.join(steps)}" if steps else "")
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"
 
 
 def _wrapped(start: str, text: str) -> list[str]:
     indent = " " * (len(start) - len(start.lstrip()) + 4)
     return textwrap.wrap(start + text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The last column is not padded."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, [*widths[:-1], 0])).rstrip() for row in rows]
 
 
 # -- folding ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from .passes import readable_size
 from .passes.graph_view import kind_of, whole_bytes
 from .planning import Plan
+from .text_table import aligned
 
 
 def as_table(plans: Sequence[Plan]) -> str:
@@ -34,11 +35,7 @@ def as_table(plans: Sequence[Plan]) -> str:
         for name, cell in rows
         if name != "replicas" or any(plan.replicas > 1 for plan in plans)
     ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join([f"{name:{widths[0]}}", *map(str.rjust, values, widths[1:])]).rstrip() for name, *values in cells
-    ]
-    return "\n".join([f"sharded: {plans[0].sharding}", "", *lines]) + "\n"
+    return "\n".join([f"sharded: {plans[0].sharding}", "", *aligned(cells, numbers=True)]) + "\n"
 
 
 def _moved(plan: Plan, gathers: bool) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from .measured_trace import MICRO, Collective, Entry, Step, Trace, TraceError, read_entries, steps
+from .text_table import aligned
 
 Key = tuple[str, str, int]  # phase, title, and which of those alike in a step
 
@@ -172,11 +173,8 @@ def as_table(comparison: Comparison) -> str:
     exposed = [sum(row.predicted.exposed for row in shown), sum(row.exposed or 0.0 for row in shown)]
     body.append(["all collectives", *_cells(*sums), *_cells(*exposed)[:2]])
     body.append(["step", *_cells(comparison.predicted_step, comparison.measured_step), "", ""])
-    widths = [max(len(line[column]) for line in [header, *body]) for column in range(len(header))]
-    lines = [f"ms; median of {comparison.counted} measured steps; error: how much too long (+) or short (-) predicted"]
-    for name, *cells in [header, *body]:
-        rest = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append("  ".join([name.ljust(widths[0]), *rest]).rstrip())
+    said = f"ms; median of {comparison.counted} measured steps; error: how much too long (+) or short (-) predicted"
+    lines = [said, *aligned([header, *body], numbers=True)]
     return "\n".join([*lines, *_notes(comparison, len(comparison.rows) - len(shown))]) + "\n"
 
 

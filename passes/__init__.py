@@ -69,7 +69,7 @@ from .operators import GATHER, teach_inductor
 from .plan import decide, merge, order
 from .records import record_step, show
 from .regather import regather
-from .result import Result, evaluate, readable_size
+from .result import Result, evaluate, milliseconds, readable_size
 from .schedule import schedule
 from .simulate import Timeline, simulate
 from .skeleton import print_skeleton
@@ -117,6 +117,7 @@ __all__ = [
     "keep_slices",
     "listen",
     "merged",
+    "milliseconds",
     "print_skeleton",
     "profile",
     "readable_size",

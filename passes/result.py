@@ -36,7 +36,7 @@ class Result:
         times = [(phase.name, phase.seconds, least[phase.name]) for phase in self.timeline.phases]
         if len(times) > 1:
             times.append(("step", self.timeline.seconds, self.bounds.time_step))
-        rows = [(name, _milliseconds(took), _milliseconds(least), _gap(took, least)) for name, took, least in times]
+        rows = [(name, milliseconds(took), milliseconds(least), _gap(took, least)) for name, took, least in times]
         took, needed = self.memory.peak, self.bounds.memory
         rows.append(("peak memory", readable_size(took), readable_size(needed), _gap(took, needed)))
         heading = ("", "result", "bound", "gap")
@@ -44,11 +44,11 @@ class Result:
 
     def _communication(self) -> list[str]:
         timeline = self.timeline
-        busy = ", ".join(f"{lane} {_milliseconds(seconds)}" for lane, seconds in timeline.lane_seconds.items())
-        lines = [f"busy: compute {_milliseconds(timeline.compute_seconds)}" + (f", {busy}" if busy else "")]
+        busy = ", ".join(f"{lane} {milliseconds(seconds)}" for lane, seconds in timeline.lane_seconds.items())
+        lines = [f"busy: compute {milliseconds(timeline.compute_seconds)}" + (f", {busy}" if busy else "")]
         exposed = sorted((each for each in timeline.transfers if each.exposed), key=lambda each: -each.exposed)
-        lines.append(f"exposed: {_milliseconds(timeline.exposed_seconds)} in {len(exposed)} collectives")
-        lines += [f"  {_milliseconds(each.exposed)}  {each.title}: {each.reason}" for each in exposed[:MOST_EXPOSED]]
+        lines.append(f"exposed: {milliseconds(timeline.exposed_seconds)} in {len(exposed)} collectives")
+        lines += [f"  {milliseconds(each.exposed)}  {each.title}: {each.reason}" for each in exposed[:MOST_EXPOSED]]
         return lines
 
     def _peak(self) -> list[str]:
@@ -74,7 +74,8 @@ def evaluate(graphs: Sequence[Graph], costs: CheapestCosts, at_least: Bounds | N
     return Result(simulate(graphs, costs), MemoryProfile.of(graphs), at_least or bounds(graphs, costs))
 
 
-def _milliseconds(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """Seconds for people."""
     return f"{seconds * 1e3:.3f} ms"
 
 
