@@ -103,11 +103,11 @@ def _skeletons(launches: list[Node]) -> dict[str, str]:
     """By process group what is launched in it, a line each."""
     found: dict[str, list[str]] = {}
     for node in launches:
-        found.setdefault(process_group_of(node), []).append(_line(node))
+        found.setdefault(process_group_of(node), []).append(line_of(node))
     return {group: "\n".join(lines) for group, lines in found.items()}
 
 
-def _line(start: Node) -> str:
+def line_of(start: Node) -> str:
     """Of one launch: if it is ours, with all that is the same on all ranks; sizes of activations need not be."""
     tag = tag_of(start)
     if tag is None:

@@ -9,10 +9,10 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch.fx import Graph, Node
 
+from .announce import line_of
 from .fault import Fault
 from .graph_view import (
     ALL_REDUCE_INTO,
@@ -190,20 +190,18 @@ def same_launches(orders: Sequence[Mapping[str, Graph]]) -> Iterator[Fault]:
                 yield from _differ(ours[process_group], theirs[process_group], rank)
 
 
-Launched = defaultdict[str, list[tuple[Node, Any]]]  # by process group
+Launched = defaultdict[str, list[tuple[Node, str]]]  # by process group
 
 
 def _launched(graph: Graph) -> Launched:
-    """What all ranks must agree on; groups have other numbers on each rank."""
+    """Each launch, and what all ranks must agree on."""
     found: Launched = defaultdict(list)
     for start in filter(is_launch, graph.nodes):
-        tag = tag_of(start)
-        sent = [(str(node.meta["val"].dtype), node.meta["val"].numel()) for node in start.all_input_nodes]
-        found[process_group_of(start)].append((start, (kind_of(start), tag.params if tag else (), sent)))
+        found[process_group_of(start)].append((start, line_of(start)))
     return found
 
 
-def _differ(ours: list[tuple[Node, Any]], theirs: list[tuple[Node, Any]], rank: int) -> Iterator[Fault]:
+def _differ(ours: list[tuple[Node, str]], theirs: list[tuple[Node, str]], rank: int) -> Iterator[Fault]:
     for (mine, my_launch), (node, launch) in zip(ours, theirs, strict=False):
         if my_launch != launch:
             yield Fault(node, f"{mine} as on rank 0, {my_launch}", f"{launch} on rank {rank}")
